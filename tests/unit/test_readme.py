@@ -44,7 +44,8 @@ def tiny_model(vocab_size: int) -> LlamaForCausalLM:
         max_position_embeddings=2048,
         bos_token_id=0,
         eos_token_id=1,
-        tie_word_embeddings=True,
+        tie_word_embeddings=False,
+        initializer_range=0.5,
     )
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
