@@ -61,7 +61,8 @@ def main() -> None:
     results = list(outputs.values())
     tokens = sum(len(output.generated_tokens) for output in results)
     print(f"\n{len(results)} requests, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second")
-    print(f"time to first token (median): {median(output.timestamps[0] for output in results) - started:.2f} s")
+    first = median(output.timestamps[0] - output.created_time for output in results)
+    print(f"time to first token (median): {first:.2f} s")
     print(f"prompt tokens from the prefix cache: {sum(output.num_cached_tokens for output in results)}")
     print(stats)
 
