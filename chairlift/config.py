@@ -67,9 +67,9 @@ _SCHEDULER = _Rule(
     lambda value: (
         value in SCHEDULERS
         if isinstance(value, str)
-        else not isinstance(value, type) and callable(getattr(value, "victim", None))
+        else not isinstance(value, type) and all(hasattr(value, name) for name in ("decode_first", "select", "victim"))
     ),
-    f"one of {', '.join(SCHEDULERS)}, or a policy object (an instance with a method `victim`)",
+    f"one of {', '.join(SCHEDULERS)}, or a policy object (an instance with decode_first, select and victim)",
 )
 
 
@@ -374,8 +374,9 @@ class _Activations(NamedTuple):
     def of(cls, model: ModelFacts, logits_processed: bool) -> "_Activations":
         # Residual, norm, Q, K, V, attention, projection and one spare; gate, up and their product.
         per_token = model.itemsize * (8 * model.hidden_size + 3 * model.intermediate_size)
-        # Logits as the model gives them and in float32; processed also sorted, with int64 order, and as probabilities.
-        per_row = model.vocab_size * (model.itemsize + (24 if logits_processed else 4))
+        # Logits as the model gives them, in float32, and their logprobs; when processed also sorted with int64 indices,
+        # and as probabilities.
+        per_row = model.vocab_size * (model.itemsize + (24 if logits_processed else 8))
         return cls(per_token, per_row)
 
     def bytes(self, num_tokens: int, num_rows: int) -> int:
@@ -399,7 +400,6 @@ def resolve(
     Raises `ConfigError` when the cache cannot hold one request or is larger than the device, and when the attention
     to be kept does not work here.
     """
-    logits_processed = logits_processed or config.return_logprobs or config.per_request_processors
     share = config.max_memory_percent or (0.8 if logits_processed else 0.9)
     margin = _safety_margin(config)
     blocks = _Blocks.of(model, config.page_size, block_bytes)
@@ -413,11 +413,14 @@ def resolve(
         spare -= int((config.cpu_offload_space or 0.0) * GIB)  # it comes out of the same memory
     num_blocks = config.num_blocks or max(0, spare // block_bytes)
     if config.num_blocks is None and device.kind == "cpu":
-        # One request of full length always fits, whatever the hints: the pool is committed lazily, so it costs nothing.
+        # Whatever the hints, one request of full length is welcome: committed lazily, its room costs nothing.
         longest = blocks.needed(model.max_model_length, tokens)
         num_blocks = min(num_blocks, max(longest, _with_margin(workload, margin)))
     smallest = length or min(config.page_size, model.max_model_length)
-    _check_holds_one_request(config, num_blocks, blocks.needed(smallest, tokens), smallest, block_bytes, spare, share)
+    needed = blocks.needed(smallest, tokens)
+    if num_blocks < needed:
+        missing = (needed * block_bytes - spare) / share
+        raise _too_small(config, num_blocks, smallest, needed, missing)
     rows = min(rows, num_blocks // blocks.needed(1, tokens))
     activation_bytes = activations.bytes(tokens, rows)
     _check_fits_device(config, device, num_blocks * block_bytes, activation_bytes)
@@ -461,7 +464,7 @@ def _safety_margin(config: ContinuousBatchingConfig) -> float:
     if config.safety_margin is not None:
         return config.safety_margin
     scheduler = config.scheduler_type
-    decode_first = scheduler == "fifo" if isinstance(scheduler, str) else getattr(scheduler, "decode_first", True)
+    decode_first = scheduler == "fifo" if isinstance(scheduler, str) else scheduler.decode_first
     return 0.15 if decode_first else 0.0
 
 
@@ -491,25 +494,15 @@ def _hinted_length(hints: WorkloadHints, max_model_length: int) -> int | None:
     return min(hints.max_prompt_length + hints.max_generated_length, max_model_length)
 
 
-def _check_holds_one_request(
-    config: ContinuousBatchingConfig,
-    num_blocks: int,
-    needed: int,
-    length: int,
-    block_bytes: int,
-    spare: int,
-    share: float,
-) -> None:
-    if num_blocks >= needed:
-        return
+def _too_small(
+    config: ContinuousBatchingConfig, num_blocks: int, length: int, needed: int, missing_bytes: float
+) -> ConfigError:
     need = f"one request of {length} tokens needs {needed} blocks"
     if config.num_blocks is not None:
-        raise ConfigError(f"num_blocks={num_blocks} is too small: {need}; set num_blocks to at least {needed}")
-    missing = (needed * block_bytes - spare) / share
-    raise ConfigError(
-        f"the KV cache does not fit: {need} of {_size(block_bytes)}, but memory is left for {num_blocks}; "
-        f"{_size(missing)} of free memory are missing. Free memory, lower max_batch_tokens, page_size or "
-        f"cpu_offload_space, or raise max_memory_percent"
+        return ConfigError(f"num_blocks={num_blocks} is too small: {need}; set num_blocks to at least {needed}")
+    return ConfigError(
+        f"the KV cache does not fit: {need}, but memory is left for {num_blocks}; {_size(missing_bytes)} more must be "
+        "free. Free memory, lower max_batch_tokens, page_size or cpu_offload_space, or raise max_memory_percent"
     )
 
 
