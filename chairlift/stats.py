@@ -47,7 +47,6 @@ class Stats:
     swaps: int  # preemptions that kept their KV in host memory
     prefix_hit_tokens: int  # prompt tokens found in the cache
     prefix_queried_tokens: int  # prompt tokens looked up in it
-    prompt_tokens: int  # of the requests that were seated
     steps: int
     computed_tokens: int  # query tokens of all steps: prompts but for prefix hits, decoding, recomputing
     generated_tokens: int
@@ -73,7 +72,7 @@ class Stats:
             f"{self.running} running, {self.waiting} waiting, {self.preemptions} preempted ({self.swaps} swapped); "
             f"blocks: {self.used_blocks} used, {self.cached_blocks} cached, {self.free_blocks} free; "
             f"prefix: {self.prefix_hit_tokens} of {self.prefix_queried_tokens} tokens hit; "
-            f"{self.steps} steps: {self.prompt_tokens} prompt and {self.generated_tokens} generated tokens, "
+            f"{self.steps} steps: {self.computed_tokens} tokens computed, {self.generated_tokens} generated, "
             f"{self.tokens_per_second:.1f} tokens/s, {self.step_seconds.p50 * 1e3:.1f} ms per step "
             f"(p95 {self.step_seconds.p95 * 1e3:.1f} ms)"
         )
@@ -147,7 +146,6 @@ class StepRecorder:
         swaps: int,
         prefix_hit_tokens: int,
         prefix_queried_tokens: int,
-        prompt_tokens: int,
     ) -> Stats:
         """Freeze what was recorded, together with the numbers that others own."""
         steps = sorted(step for step in tuple(self._ring) if step.number)
@@ -163,7 +161,6 @@ class StepRecorder:
             swaps=swaps,
             prefix_hit_tokens=prefix_hit_tokens,
             prefix_queried_tokens=prefix_queried_tokens,
-            prompt_tokens=prompt_tokens,
             steps=last.number,
             computed_tokens=last.computed_tokens,
             generated_tokens=last.generated_tokens,

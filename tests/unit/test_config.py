@@ -288,8 +288,8 @@ def test_the_safety_margin_comes_on_top_of_what_the_workload_uses() -> None:
 def test_a_cpu_pool_without_hints_is_for_requests_of_full_length() -> None:
     r = resolved(ContinuousBatchingConfig(max_requests_per_batch=4, safety_margin=0.0))
     assert r.num_blocks == 4 * 16
-    prompt_only = WorkloadHints(max_prompt_length=10)  # says nothing about what is generated
-    assert resolved(ContinuousBatchingConfig(max_requests_per_batch=4, safety_margin=0.0), hints=prompt_only) == r
+    for half in (WorkloadHints(max_prompt_length=10), WorkloadHints(max_generated_length=10)):  # bounds no request
+        assert resolved(ContinuousBatchingConfig(max_requests_per_batch=4, safety_margin=0.0), hints=half) == r
 
 
 def test_hints_never_make_a_full_length_request_impossible_on_a_cpu() -> None:
@@ -312,7 +312,7 @@ def test_the_memory_share_is_less_when_logits_are_processed(processed: bool, sha
     assert resolved(own, device=CUDA, logits_processed=processed).max_memory_percent == 0.5
 
 
-@pytest.mark.parametrize(("free", "tokens"), [(12 * GIB, 8192), (2 * GIB, 4096), (400 * MIB, 1024), (90 * MIB, 256)])
+@pytest.mark.parametrize(("free", "tokens"), [(12 * GIB, 8192), (2 * GIB, 4096), (400 * MIB, 1024), (60 * MIB, 256)])
 def test_the_token_budget_shrinks_with_memory_but_not_below_256(free: int, tokens: int) -> None:
     r = resolved(device=replace(CPU, free_memory=free))
     assert r.max_batch_tokens == tokens
@@ -385,6 +385,11 @@ def test_no_memory_at_all_is_refused_too() -> None:
 def test_a_cache_larger_than_the_device_is_refused(device: DeviceFacts, blocks: int) -> None:
     with pytest.raises(ConfigError, match=rf"num_blocks={blocks} .*{device.name}"):
         resolved(ContinuousBatchingConfig(num_blocks=blocks), device=device)
+
+
+def test_a_cpu_pool_that_was_given_may_exceed_what_is_free_now() -> None:
+    blocks = 13 * GIB // BLOCK
+    assert resolved(ContinuousBatchingConfig(num_blocks=blocks)).num_blocks == blocks
 
 
 def test_a_pass_larger_than_memory_is_refused() -> None:
@@ -649,6 +654,13 @@ def test_nothing_that_means_decide_is_left() -> None:
     config = ContinuousBatchingConfig(cpu_offload_space=None, cpu_group_timeout=None)
     r = resolved(config)
     assert {spec.name for spec in fields(r) if getattr(r, spec.name) is None} == {"cpu_group_timeout", "seed"}
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "size"), [(1, "4 MiB"), (249, "996 MiB"), (250, "0.977 GiB"), (256, "1 GiB"), (2900, "11.3 GiB")]
+)
+def test_sizes_have_three_digits(num_blocks: int, size: str) -> None:
+    assert f"  {num_blocks} = {size}\n" in str(resolved(ContinuousBatchingConfig(num_blocks=num_blocks)))
 
 
 def test_it_prints_as_a_table() -> None:

@@ -18,7 +18,6 @@ OTHERS = {
     "swaps": 1,
     "prefix_hit_tokens": 25,
     "prefix_queried_tokens": 100,
-    "prompt_tokens": 120,
 }
 
 
@@ -155,5 +154,11 @@ def test_it_reads_as_a_line() -> None:
     recorder = StepRecorder()
     step(recorder, seconds=0.5, tokens=8, sampled=4)
     text = str(recorder.snapshot(**OTHERS))
-    for part in ("3 running, 2 waiting", "30 used, 20 cached, 50 free", "25 of 100 tokens hit", "500.0 ms per step"):
+    for part in (
+        "3 running, 2 waiting",
+        "30 used, 20 cached, 50 free",
+        "25 of 100 tokens hit",
+        "8 tokens computed, 4 generated",
+        "500.0 ms per step",
+    ):
         assert part in text
