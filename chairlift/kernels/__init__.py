@@ -1,0 +1,47 @@
+"""One table of operators by device and dtype. Refuses to know models, requests and schedules.
+
+Every implementation keeps the contract of `reference`: the bits of a row do not depend on the rows beside it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chairlift.kernels import reference
+from chairlift.kernels.plan import AttentionPlan, KVLayout, Scratch, build_attention_plan
+from chairlift.kernels.reference import PackedLinear
+
+__all__ = ["AttentionPlan", "KVLayout", "Ops", "PackedLinear", "Scratch", "ops_for"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """The operators of one device; signatures and shapes are those of `reference` and `plan`."""
+
+    pack_linear: Callable[..., PackedLinear]
+    linear: Callable[[Tensor, PackedLinear], Tensor]
+    elementwise: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+    build_attention_plan: Callable[..., AttentionPlan]
+    store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    paged_attention: Callable[..., Tensor]
+
+
+REFERENCE = Ops(
+    pack_linear=reference.pack_linear,
+    linear=reference.linear,
+    elementwise=reference.elementwise,
+    build_attention_plan=build_attention_plan,
+    store_kv=reference.store_kv,
+    paged_attention=reference.paged_attention,
+)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
+    """The fastest operators for models of `dtype` on `device`. Raises `ValueError` where there are none."""
+    if device.type != "cpu" or dtype not in _DTYPES:
+        raise ValueError(f"no operators for {dtype} on {device}; use float32, bfloat16 or float16 on the CPU")
+    return REFERENCE

@@ -1,0 +1,198 @@
+"""The operators in PyTorch, for the CPU: every row of a result has the same bits whatever rows it is computed with.
+
+Refuses to know models, requests and schedules. What PyTorch itself guarantees is little, so each operator fixes the
+shapes that decide which kernel runs (measured on x86 with oneDNN and MKL; `tests/kernels` holds it to that):
+
+- a oneDNN matmul with a prepacked weight gives a row the same bits for any number of rows from 2 on;
+- an MKL float32 batched matmul does so when the number of rows is a multiple of 4;
+- an elementwise function does so when no thread ends on a partial vector, whose scalar code rounds otherwise.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chairlift.kernels.plan import KEY_TILE, AttentionPlan, AttentionSlice, Scratch
+
+ROW_TILE = 16  # rows of one matmul where no packed kernel exists
+VECTOR_BLOCK = 128  # elements; a multiple of what any unrolled vector loop of PyTorch takes in one turn
+GRAIN = 32768  # at::internal::GRAIN_SIZE: elements a thread takes at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLinear:
+    """A weight laid out for `linear`. Holds a copy: pack again when the weight changes."""
+
+    weight: Tensor  # [out_features, in_features], or oneDNN's opaque layout of it
+    bias: Tensor | None  # [out_features]
+    out_features: int
+    prepacked: bool
+
+
+def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+    """Lay out `weight` [out_features, in_features], of any strides and floating dtype, with `bias` [out_features]."""
+    weight = weight.detach()
+    bias = None if bias is None else bias.detach()
+    if weight.dtype == torch.float16:  # no fast float16 matmul here: float32 and one rounding at the end
+        weight, bias = weight.float(), None if bias is None else bias.float()
+    prepacked = _can_prepack(weight.dtype)
+    packed = weight.clone(memory_format=torch.contiguous_format)
+    if prepacked:
+        packed = torch.ops.mkldnn._reorder_linear_weight(packed)
+    return PackedLinear(weight=packed, bias=bias, out_features=weight.shape[0], prepacked=prepacked)
+
+
+def linear(x: Tensor, packed: PackedLinear) -> Tensor:
+    """`x` [..., in_features] to [..., out_features], in the dtype of `x`."""
+    rows = x.reshape(-1, x.shape[-1]).to(packed.weight.dtype).contiguous()
+    multiply = _prepacked_linear if packed.prepacked else _tiled_linear
+    return multiply(rows, packed).to(x.dtype).view(*x.shape[:-1], packed.out_features)
+
+
+def _can_prepack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _prepacked_linear(rows: Tensor, packed: PackedLinear) -> Tensor:
+    count = rows.shape[0]
+    if count == 1:
+        rows = rows.expand(2, -1).contiguous()
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed.weight, packed.bias, "none", [], "")
+    return out[:count]
+
+
+def _tiled_linear(rows: Tensor, packed: PackedLinear) -> Tensor:
+    count = rows.shape[0]
+    padded = F.pad(rows, (0, 0, 0, -count % ROW_TILE))
+    return torch.cat([F.linear(tile, packed.weight, packed.bias) for tile in padded.split(ROW_TILE)])[:count]
+
+
+def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function(x)` for a function that maps each element by itself, such as SiLU or GELU; any shape."""
+    flat = x.reshape(-1)
+    size = flat.numel()
+    padded = _aligned_size(size, torch.get_num_threads())
+    if padded == size:
+        return function(x)
+    return function(F.pad(flat, (0, padded - size)))[:size].view(x.shape)
+
+
+def _aligned_size(size: int, threads: int) -> int:
+    """The least size, from `size` on, that PyTorch splits among its threads into whole vector blocks."""
+    while True:
+        unit = VECTOR_BLOCK * min(threads, -(-size // GRAIN) or 1)
+        if size % unit == 0:
+            return size
+        size += -size % unit
+
+
+def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write new tokens: `key`, `value` [num_tokens, kv_heads, head_dim] to `slot_mapping` [num_tokens], int64.
+
+    A slot is block * page_size + offset in the caches [num_blocks, page_size, kv_heads, head_dim], which may be views.
+    Block 0 is the NULL block: it must stay zero, so no token may be sent there.
+    """
+    page_size = key_cache.shape[1]
+    place = (slot_mapping // page_size, slot_mapping % page_size)
+    key_cache.index_put_(place, key)
+    value_cache.index_put_(place, value)
+
+
+def paged_attention(
+    query: Tensor,  # [num_tokens, query_heads, head_dim], packed as the plan has it
+    key_cache: Tensor,  # [num_blocks, page_size, kv_heads, head_dim], the new tokens stored; may be a view
+    value_cache: Tensor,
+    plan: AttentionPlan,
+    *,
+    scale: float,
+    softcap: float | None = None,  # scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None,  # [query_heads], a logit more in each head's softmax, with no value
+) -> Tensor:
+    """Causal attention of each new token over its own request's cache: [num_tokens, query_heads, head_dim]."""
+    if query.shape[0] != plan.num_tokens:
+        raise ValueError(f"the plan is for {plan.num_tokens} tokens, the query has {query.shape[0]}")
+    keys, values = _rows(key_cache), _rows(value_cache)
+    out = torch.empty(query.shape, dtype=query.dtype)
+    for part in plan.slices:
+        tile = _attend(query, keys, values, part, plan, scale, softcap, sinks)
+        out.index_copy_(0, part.tokens, tile)
+    return out
+
+
+def _rows(cache: Tensor) -> Tensor:
+    """The cache as [rows, head_dim], from its first number on."""
+    head_dim = cache.shape[-1]
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True))
+    return cache.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    part: AttentionSlice,
+    plan: AttentionPlan,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of one slice: [query_tiles * query_tile, query_heads, head_dim]."""
+    heads, dim = plan.layout.num_kv_heads, plan.layout.head_dim
+    groups, size = query.shape[1] // heads, part.query_tile
+    tiles, pairs, used = part.active[0], len(part.pair_tile), groups * size
+    padded = used + -used % 4
+    scratch = plan.scratch
+
+    tile = query.index_select(0, part.tokens).view(tiles, size, heads, groups, dim).permute(0, 2, 3, 1, 4)
+    tile = F.pad(tile.reshape(tiles * heads, used, dim).float().mul_(scale), (0, 0, 0, padded - used))
+    pair_query = scratch.take("query", (pairs, heads * padded * dim), torch.float32)
+    torch.index_select(tile.reshape(tiles, -1), 0, part.pair_tile, out=pair_query)
+    pair_query = pair_query.view(pairs * heads, padded, dim)
+
+    scores = scratch.take("scores", (pairs * heads, padded, KEY_TILE), torch.float32)
+    torch.bmm(pair_query, _gather(keys, part, scratch).transpose(1, 2), out=scores)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    real = scores.view(pairs, heads, padded, KEY_TILE)[:, :, :used].unflatten(2, (groups, size))
+    real.add_(part.bias[:, None, None])
+
+    peak = _fold(torch.maximum, scores.amax(-1).view(pairs, -1), part.active)
+    if sinks is not None:
+        sink = F.pad(sinks.float().view(heads, groups, 1).expand(-1, -1, size).reshape(heads, used), (0, padded - used))
+        peak = torch.maximum(peak, sink.view(-1))
+    scores.sub_(peak.index_select(0, part.pair_tile).view(pairs * heads, padded, 1)).exp_()
+    total = _fold(torch.add, scores.sum(-1).view(pairs, -1), part.active)
+    if sinks is not None:
+        total.add_(sink.view(-1).sub(peak).exp_())
+
+    partial = scratch.take("partial", (pairs * heads, padded, dim), torch.float32)
+    torch.bmm(scores, _gather(values, part, scratch), out=partial)
+    result = _fold(torch.add, partial.view(pairs, -1), part.active).view(tiles, heads, padded, dim)
+    result.div_(total.view(tiles, heads, padded, 1))
+    result = result[:, :, :used].unflatten(2, (groups, size)).permute(0, 3, 1, 2, 4)
+    return result.reshape(tiles * size, heads * groups, dim).to(query.dtype)
+
+
+def _gather(rows: Tensor, part: AttentionSlice, scratch: Scratch) -> Tensor:
+    """The keys or values of each pair and head, float32 [pairs * kv_heads, KEY_TILE, head_dim]."""
+    shape = (len(part.rows), rows.shape[1])
+    gathered = scratch.take("gathered", shape, rows.dtype)
+    torch.index_select(rows, 0, part.rows, out=gathered)
+    if rows.dtype != torch.float32:
+        gathered = scratch.take("converted", shape, torch.float32).copy_(gathered)
+    return gathered.view(-1, KEY_TILE, rows.shape[1])
+
+
+def _fold(combine: Callable[..., Tensor], pairs: Tensor, active: tuple[int, ...]) -> Tensor:
+    """Combine each query tile's pairs [pairs, n], one key tile after the other: [query_tiles, n]."""
+    result = pairs[: active[0]].clone()
+    start = active[0]
+    for count in active[1:]:
+        combine(result[:count], pairs[start : start + count], out=result[:count])
+        start += count
+    return result
