@@ -29,19 +29,19 @@ class Clock:
         return self.now
 
 
-def step(recorder: StepRecorder, seconds: float = 0.5, tokens: int = 8, sampled: int = 4) -> None:
+def step(recorder: StepRecorder, seconds: float = 0.5, prompt: int = 8, generated: int = 4) -> None:
     recorder.record(
-        num_tokens=tokens,
-        num_sampled=sampled,
-        schedule_seconds=0.25 * seconds,
-        device_seconds=0.5 * seconds,
-        commit_seconds=0.25 * seconds,
+        prompt_tokens=prompt,
+        generated_tokens=generated,
+        schedule=0.25 * seconds,
+        device=0.5 * seconds,
+        commit=0.25 * seconds,
     )
 
 
 def test_before_the_first_step_everything_is_zero() -> None:
     stats = StepRecorder().snapshot(**OTHERS)
-    assert (stats.steps, stats.computed_tokens, stats.generated_tokens, stats.tokens_per_second) == (0, 0, 0, 0.0)
+    assert (stats.steps, stats.prompt_tokens, stats.generated_tokens, stats.tokens_per_second) == (0, 0, 0, 0.0)
     assert stats.step_seconds == stats.device_seconds == StepTimes(last=0.0, mean=0.0, p50=0.0, p95=0.0)
 
 
@@ -61,15 +61,15 @@ def test_shares_of_nothing_are_zero() -> None:
 def test_totals_outlive_the_ring_and_times_do_not() -> None:
     recorder = StepRecorder(size=4)
     for seconds in (100.0, 1.0, 2.0, 4.0, 3.0):
-        step(recorder, seconds, tokens=10, sampled=2)
+        step(recorder, seconds, prompt=10, generated=2)
     stats = recorder.snapshot(**OTHERS)
-    assert (stats.steps, stats.computed_tokens, stats.generated_tokens) == (5, 50, 10)
+    assert (stats.steps, stats.prompt_tokens, stats.generated_tokens) == (5, 50, 10)
     assert stats.step_seconds == StepTimes(last=3.0, mean=2.5, p50=2.0, p95=4.0)
 
 
 def test_each_part_of_a_step_is_timed_apart() -> None:
     recorder = StepRecorder()
-    recorder.record(num_tokens=1, num_sampled=1, schedule_seconds=1.0, device_seconds=5.0, commit_seconds=2.0)
+    recorder.record(prompt_tokens=1, generated_tokens=1, schedule=1.0, device=5.0, commit=2.0)
     stats = recorder.snapshot(**OTHERS)
     assert [
         times.last for times in (stats.schedule_seconds, stats.device_seconds, stats.commit_seconds, stats.step_seconds)
@@ -90,7 +90,7 @@ def test_the_rate_runs_from_the_start_of_the_first_recent_step() -> None:
     recorder = StepRecorder(clock=clock)
     for _ in range(3):
         clock.now += 0.5
-        step(recorder, seconds=0.5, sampled=4)
+        step(recorder, seconds=0.5, generated=4)
     assert recorder.snapshot(**OTHERS).tokens_per_second == 12 / 1.5
     clock.now += 1.5
     assert recorder.snapshot(**OTHERS).tokens_per_second == 12 / 3.0
@@ -99,17 +99,17 @@ def test_the_rate_runs_from_the_start_of_the_first_recent_step() -> None:
 def test_an_idle_engine_has_no_rate_and_starts_afresh() -> None:
     clock = Clock()
     recorder = StepRecorder(clock=clock)
-    step(recorder, sampled=1000)
+    step(recorder, generated=1000)
     clock.now += RECENT_SECONDS + 1
     assert recorder.snapshot(**OTHERS).tokens_per_second == 0.0
-    step(recorder, seconds=0.5, sampled=4)
+    step(recorder, seconds=0.5, generated=4)
     assert recorder.snapshot(**OTHERS).tokens_per_second == 8.0
 
 
 def test_one_step_longer_than_the_recent_past_still_counts() -> None:
     clock = Clock()
     recorder = StepRecorder(clock=clock)
-    step(recorder, seconds=2 * RECENT_SECONDS, sampled=40)
+    step(recorder, seconds=2 * RECENT_SECONDS, generated=40)
     assert recorder.snapshot(**OTHERS).tokens_per_second == 40 / (2 * RECENT_SECONDS)
 
 
@@ -141,24 +141,24 @@ def test_a_reader_sees_consistent_totals_while_the_engine_writes() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     for _ in range(20_000):
-        step(recorder, tokens=10, sampled=3)
+        step(recorder, prompt=10, generated=3)
     done.set()
     reader.join()
     seen.append(recorder.snapshot(**OTHERS))
-    assert all((s.computed_tokens, s.generated_tokens) == (10 * s.steps, 3 * s.steps) for s in seen)
+    assert all((s.prompt_tokens, s.generated_tokens) == (10 * s.steps, 3 * s.steps) for s in seen)
     assert [s.steps for s in seen] == sorted(s.steps for s in seen)
     assert seen[-1].steps == 20_000
 
 
 def test_it_reads_as_a_line() -> None:
     recorder = StepRecorder()
-    step(recorder, seconds=0.5, tokens=8, sampled=4)
+    step(recorder, seconds=0.5, prompt=8, generated=4)
     text = str(recorder.snapshot(**OTHERS))
     for part in (
         "3 running, 2 waiting",
         "30 used, 20 cached, 50 free",
         "25 of 100 tokens hit",
-        "8 tokens computed, 4 generated",
+        "8 prompt and 4 generated tokens",
         "500.0 ms per step",
     ):
         assert part in text
