@@ -1,0 +1,34 @@
+"""Continuous batching for any Hugging Face causal language model, as it is loaded."""
+
+from transformers import CompileConfig, GenerationConfig
+
+from chairlift.api import AutoModelForCausalLM, attach
+from chairlift.config import ContinuousBatchingConfig, WorkloadHints
+from chairlift.errors import (
+    ChairliftError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    UnsupportedModelError,
+)
+from chairlift.manager import ContinuousBatchingManager
+from chairlift.request import GenerationOutput, RequestStatus
+
+__all__ = [
+    "AutoModelForCausalLM",
+    "ChairliftError",
+    "CompileConfig",
+    "ConfigError",
+    "ContinuousBatchingConfig",
+    "ContinuousBatchingManager",
+    "EngineDeadError",
+    "GenerationConfig",
+    "GenerationOutput",
+    "InvalidRequestError",
+    "QueueFullError",
+    "RequestStatus",
+    "UnsupportedModelError",
+    "WorkloadHints",
+    "attach",
+]

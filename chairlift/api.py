@@ -1,0 +1,236 @@
+"""The four methods on the model: from a loaded transformers model to answers.
+
+Puts the parts together; decides nothing about scheduling, memory or sampling.
+"""
+
+import logging
+import queue
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM as TransformersAutoModel
+from transformers import GenerationConfig, PreTrainedModel
+
+from chairlift.cache.cache import KVCache
+from chairlift.cache.layout import LayerSpec, plan_layout
+from chairlift.config import ContinuousBatchingConfig, WorkloadHints, resolve
+from chairlift.engine import Engine
+from chairlift.errors import EngineDeadError
+from chairlift.manager import ContinuousBatchingManager
+from chairlift.model.loader import Shadow, check_attention, device_facts, model_facts, vocab_size
+from chairlift.params import SamplingDefaults
+from chairlift.request import GenerationOutput
+from chairlift.run.runner import ModelRunner
+from chairlift.schedule.policy import POLICIES
+from chairlift.schedule.scheduler import Scheduler
+from chairlift.stats import StepRecorder
+
+logger = logging.getLogger(__name__)
+
+Model = TypeVar("Model", bound=PreTrainedModel)
+
+_Kept = tuple[ContinuousBatchingManager, tuple[Any, ...]]
+_kept: "weakref.WeakKeyDictionary[PreTrainedModel, _Kept]" = weakref.WeakKeyDictionary()  # persistent managers
+
+
+class AutoModelForCausalLM:
+    """`transformers.AutoModelForCausalLM`, whose models come with continuous batching attached."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does and `attach` to it. Raises ValueError for an `attn_implementation` that
+        does not work here, with those that do."""
+        check_attention(kwargs.get("attn_implementation"))
+        return attach(TransformersAutoModel.from_pretrained(*args, **kwargs))
+
+    @classmethod
+    def from_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a model with random weights as transformers does and `attach` to it."""
+        return attach(TransformersAutoModel.from_config(*args, **kwargs))
+
+
+def attach(model: Model) -> Model:
+    """Add `generate_batch`, `init_continuous_batching`, `continuous_batching_context_manager` and
+    `destroy_cached_continuous_batching_manager` to a loaded transformers model, and return it. The model is otherwise
+    left as it is, now and while an engine runs on it. Raises TypeError for anything but a transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"attach needs a loaded transformers model, got {type(model).__name__}")
+    for method in (
+        generate_batch,
+        init_continuous_batching,
+        continuous_batching_context_manager,
+        destroy_cached_continuous_batching_manager,
+    ):
+        setattr(model, method.__name__, MethodType(method, model))
+    return model
+
+
+def init_continuous_batching(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: WorkloadHints | None = None,
+) -> ContinuousBatchingManager:
+    """A manager for this model, not yet started.
+
+    Raises `UnsupportedModelError` for a model that cannot be served, `ConfigError` for settings that cannot be met.
+    """
+    generation_config = generation_config or model.generation_config
+    config = continuous_batching_config or _config_of(generation_config)
+    if not isinstance(config, ContinuousBatchingConfig):
+        raise TypeError(f"continuous_batching_config must be a chairlift.ContinuousBatchingConfig, got {config!r:.80}")
+    hints = workload_hints or WorkloadHints()
+    shadow = Shadow(model)
+    layers = [
+        LayerSpec(index=index, window=call.window, num_kv_heads=call.num_kv_heads, head_dim=call.head_dim)
+        for index, call in shadow.layers.items()
+    ]
+    layout = plan_layout(layers, config.page_size, shadow.dtype.itemsize)
+    defaults = SamplingDefaults(
+        generation_config,
+        model.generation_config,
+        vocab_size=int(model.get_output_embeddings().weight.shape[0]),
+        default_logprobs=config.return_logprobs,
+        logprobs_mode=config.logprobs_mode,
+    )
+    resolved = resolve(
+        config,
+        model_facts(model, shadow),
+        device_facts(shadow.device),
+        hints,
+        layout.block_bytes,
+        logits_processed=bool(generation_config.do_sample),
+    )
+    runner = ModelRunner(shadow, layout, layers, resolved, vocab_size(model))
+    runner.verify(shadow.own_logits(runner.probe_tokens))
+    policy = POLICIES[resolved.scheduler]() if isinstance(resolved.scheduler, str) else resolved.scheduler
+    scheduler = Scheduler(
+        KVCache(layout, resolved.num_blocks, resolved.num_host_blocks),
+        policy,
+        max_batch_tokens=resolved.max_batch_tokens,
+        max_rows=resolved.max_requests_per_batch,
+        safety_margin=resolved.safety_margin,
+    )
+    engine = Engine(scheduler, runner, StepRecorder(), resolved.depth)
+    logger.info("ready:\n%s", resolved)
+    return ContinuousBatchingManager(engine, runner, defaults, resolved)
+
+
+def _config_of(generation_config: GenerationConfig | None) -> ContinuousBatchingConfig:
+    """The deprecated way to pass a config, else the default one."""
+    config = getattr(generation_config, "continuous_batching_config", None)
+    return config if isinstance(config, ContinuousBatchingConfig) else ContinuousBatchingConfig()
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: WorkloadHints | None = None,
+) -> Iterator[ContinuousBatchingManager]:
+    """A started manager; on leaving it is stopped, and destroyed unless `persistent_manager`: then the next call with
+    equal configs gets it back, one with other configs replaces it. `block` and `timeout` are those of `stop`."""
+    config = continuous_batching_config or _config_of(generation_config)
+    key = (_comparable(generation_config or model.generation_config), config)
+    kept = _kept.pop(model, None)
+    if kept is not None and kept[1] == key and kept[0].is_usable:
+        manager = kept[0]
+    else:
+        if kept is not None:
+            kept[0].destroy()
+        manager = init_continuous_batching(model, generation_config, config, workload_hints)
+    if persistent_manager:
+        _kept[model] = (manager, key)
+    if warmup:
+        manager.warmup()
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=block, timeout=timeout)
+        if not persistent_manager:
+            manager.destroy()
+
+
+def _comparable(generation_config: GenerationConfig | None) -> Any:
+    return None if generation_config is None else generation_config.to_dict()
+
+
+def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
+    """Destroy the manager that an earlier call kept (`persistent_manager=True`), if any."""
+    if (kept := _kept.pop(model, None)) is not None:
+        kept[0].destroy()
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    inputs: Sequence[Sequence[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    max_new_tokens: int | None = None,
+    **sampling: Any,
+) -> dict[str, GenerationOutput]:
+    """Answer all prompts; blocks until the last is done.
+
+    inputs: token ids of each prompt. sampling: see `SamplingParams`. Returns the outputs by request id in the order of
+    `inputs`, the answers of one prompt side by side. Every prompt is checked before anything runs: `InvalidRequestError`
+    (a `ValueError`) says which one is wrong and why. `EngineDeadError` if the engine fails; its `partial` holds what
+    had finished.
+    """
+    if len(inputs) == 0:
+        return {}
+    config = generation_config or model.generation_config
+    answers = sampling.get("num_return_sequences") or config.num_return_sequences or 1
+    hints = WorkloadHints(num_requests=len(inputs) * (answers if isinstance(answers, int) and answers > 0 else 1))
+    with continuous_batching_context_manager(
+        model,
+        generation_config=generation_config,
+        continuous_batching_config=continuous_batching_config,
+        persistent_manager=persistent_manager,
+        warmup=warmup,
+        workload_hints=hints,
+    ) as manager:
+        families = manager.submit(
+            inputs, max_new_tokens=max_new_tokens, record_timestamps=record_timestamps, **sampling
+        )
+        return _collect(manager, [name for family in families for name in family], progress_bar)
+
+
+def _collect(
+    manager: ContinuousBatchingManager, request_ids: list[str], progress_bar: bool
+) -> dict[str, GenerationOutput]:
+    """Wait for these requests, and leave those of others alone."""
+    arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+    done: dict[str, GenerationOutput] = {}
+    num_tokens = 0
+    try:
+        for request_id in request_ids:
+            manager.register_result_handler(request_id, arrived.put)
+        with tqdm(total=len(request_ids), disable=not progress_bar, unit="request") as bar:
+            while len(done) < len(request_ids):
+                output = arrived.get()
+                if output.exception is not None:
+                    manager.check()
+                done[output.request_id] = output
+                num_tokens += len(output.generated_tokens)
+                if elapsed := bar.format_dict["elapsed"]:
+                    bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tok/s", refresh=False)
+                bar.update()
+    except EngineDeadError as error:
+        error.partial.update(done)
+        raise
+    return {request_id: done[request_id] for request_id in request_ids}

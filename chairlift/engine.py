@@ -1,0 +1,84 @@
+"""One step of continuous batching: plan, run, commit.
+
+The engine knows no thread, no text and no device. `depth` plans may be in flight: at depth 1 each step is committed
+before the next is planned, at depth 2 the host plans a step while the device still runs the one before.
+"""
+
+import time
+from collections import deque
+from typing import Protocol
+
+from chairlift.request import GenerationOutput
+from chairlift.schedule.plan import ScheduledBatch
+from chairlift.schedule.scheduler import Sampled, Scheduler
+from chairlift.stats import StepRecorder
+
+
+class InFlight(Protocol):
+    """A launched step."""
+
+    batch: ScheduledBatch
+
+    def wait(self) -> Sampled:
+        """Block until the device has done the step."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes plans, in order."""
+
+    def launch(self, batch: ScheduledBatch) -> InFlight:
+        """Enqueue a step and return."""
+        ...
+
+
+class Engine:
+    """Steps a scheduler and a runner."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, recorder: StepRecorder, depth: int = 1) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.recorder = recorder
+        self.depth = depth
+        self._in_flight: deque[InFlight] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step()` has anything to do."""
+        return self.scheduler.has_work or bool(self._in_flight)
+
+    def step(self) -> list[GenerationOutput]:
+        """Plan and launch one step, commit the oldest one in flight; returns the outputs that are due."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        planned = time.perf_counter()
+        if plan is not None:
+            self._in_flight.append(self.runner.launch(plan))
+        if not self._in_flight:
+            if self.scheduler.has_work:
+                raise RuntimeError("no request can make progress: the scheduler's promise that the oldest can is broken")
+            return []
+        if plan is not None and len(self._in_flight) < self.depth:
+            return []
+        return self._commit_oldest(planned - begin, planned)
+
+    def drain(self) -> list[GenerationOutput]:
+        """Commit every step in flight without planning another."""
+        outputs: list[GenerationOutput] = []
+        while self._in_flight:
+            outputs += self._commit_oldest(0.0, time.perf_counter())
+        return outputs
+
+    def _commit_oldest(self, schedule_seconds: float, launched: float) -> list[GenerationOutput]:
+        done = self._in_flight.popleft()
+        sampled = done.wait()
+        waited = time.perf_counter()
+        outputs = self.scheduler.commit(done.batch, sampled)
+        self.recorder.record(
+            prompt_tokens=done.batch.num_tokens - done.batch.num_decode_tokens,
+            generated_tokens=len(sampled.tokens),
+            schedule=schedule_seconds,
+            device=waited - launched,
+            commit=time.perf_counter() - waited,
+        )
+        return outputs

@@ -1,0 +1,583 @@
+"""Owns the engine's thread.
+
+Callers put commands in one inbox; the thread carries them out in order between steps, steps the engine while there is
+work and sleeps when there is none. Whatever kills the thread is kept, told to everyone who waits, and raised from by
+every later call. Requests are checked in the caller's thread, so that a bad one is its caller's error alone.
+"""
+
+import atexit
+import itertools
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+from chairlift.config import ResolvedConfig
+from chairlift.engine import Engine
+from chairlift.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from chairlift.params import SamplingDefaults, SamplingParams, child_seed, fold_seed
+from chairlift.request import GenerationOutput, Request
+from chairlift.router import Callback, Router
+from chairlift.stats import Stats
+from chairlift.text.stopping import StopStringFilter
+
+logger = logging.getLogger(__name__)
+
+
+_Checked = tuple[tuple[int, ...], SamplingParams, int]
+
+
+class ServedModel(Protocol):
+    """What the manager asks of the model's side."""
+
+    vocab_size: int
+
+    def refresh_weights(self, force: bool = False) -> bool:
+        """Rebuild what was derived from weights that have changed. True if any had, or by force."""
+        ...
+
+    def prefix_salt(self, num_prompt: int) -> bytes:
+        """Prompts whose KV differs for equal tokens (length-dependent RoPE) get different salts."""
+        ...
+
+    def warmup(self) -> None:
+        """Do what the first step would otherwise pay for."""
+        ...
+
+    def close(self) -> None:
+        """Free everything on the device."""
+        ...
+
+
+class ContinuousBatchingManager:
+    """Continuous batching of one model in a background thread. See `attach` for how to get one.
+
+    Every method may be called from any thread. Errors: `InvalidRequestError` (a `ValueError`) or `TypeError` for a bad
+    argument, `QueueFullError` when `max_queue_size` requests wait, `EngineDeadError` after a crash, `RuntimeError`
+    after `destroy()`.
+    """
+
+    def __init__(
+        self, engine: Engine, model: ServedModel, defaults: SamplingDefaults, config: ResolvedConfig
+    ) -> None:
+        self.config = config
+        self._engine = engine
+        self._model = model
+        self._defaults = defaults
+        self._router = Router()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._filters: dict[str, StopStringFilter] = {}  # of requests with stop strings
+        self._lock = threading.Lock()  # over what follows
+        self._thread: threading.Thread | None = None
+        self._accepting = True
+        self._stopping = self._hard_stopping = self._destroyed = False
+        self._num_unseen = 0  # requests in the inbox
+        self._ids = itertools.count()
+        self._seeds = itertools.count()
+        self._cause: BaseException | None = None
+        self._pause = threading.Condition()  # over what follows
+        self._pausers: list[int] = []  # thread idents; the loop parks while there is one
+        self._parked = False
+        self._weights_said_changed = False
+        if config.warnings:
+            logger.warning("some settings have no effect here:\n%s", "\n".join(config.warnings))
+
+    # ------------------------------------------------------------------ life
+
+    def start(self) -> None:
+        """Start the background thread. Raises RuntimeError after `destroy()`, EngineDeadError after a crash."""
+        with self._lock:
+            self.check()
+            if self._thread is not None and self._thread.is_alive():
+                logger.warning("the manager is running already")
+                return
+            self._accepting = True
+            self._stopping = self._hard_stopping = self._parked = False
+            self._router.open()
+            self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
+            self._thread.start()
+            atexit.register(_stop_at_exit, weakref.ref(self))
+        logger.info("started: %s", self.config.model)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether `start()` would work: neither destroyed nor crashed."""
+        return not self._destroyed and self._cause is None
+
+    def is_running(self) -> bool:
+        """Whether the background thread lives."""
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        hard_stop: bool = False,
+        keep_for_next_session: bool = False,
+    ) -> None:
+        """Refuse new requests, finish those accepted, end the thread; `start()` may follow.
+
+        With `hard_stop` end after the step in flight: unfinished requests come back FAILED with a RuntimeError. With
+        `block` wait for the end, at most `timeout` seconds. The manager keeps its cache either way, until `destroy()`,
+        so that `keep_for_next_session` has nothing left to do. Raises RuntimeError inside `pause()`, where the wait
+        would never end.
+        """
+        if block and threading.get_ident() in self._pausers:
+            raise RuntimeError("stop() inside pause() would wait for itself; leave the pause first, or pass block=False")
+        with self._lock:
+            thread = self._thread
+            self._accepting = False
+            if thread is None:
+                logger.warning("the manager is not running")
+            self._stopping = True
+            self._hard_stopping = self._hard_stopping or hard_stop
+        if thread is None:
+            self._fail_unstarted()
+            return
+        self._inbox.put(None)
+        with self._pause:
+            self._pause.notify_all()
+        if block and thread is not threading.current_thread():
+            thread.join(timeout)
+            if thread.is_alive():
+                logger.warning("the engine is still finishing its requests after %s s", timeout)
+
+    def _fail_unstarted(self) -> None:
+        """Requests queued before a start that will not come."""
+        self._obey()
+        self._deliver(self._engine.scheduler.fail_all(RuntimeError("the manager was stopped before it was started")))
+        self._router.close()
+
+    def destroy(self) -> None:
+        """Stop at once if needed and release everything; may be called again."""
+        if self._destroyed:
+            return
+        if threading.get_ident() in self._pausers:
+            raise RuntimeError("destroy() inside pause() would wait for itself; leave the pause first")
+        if self.is_running():
+            self.stop(hard_stop=True)
+        elif self._cause is None:
+            self._fail_unstarted()
+        with self._lock:
+            self._destroyed, self._accepting = True, False
+        self._router.shut_down()
+        self._model.close()
+        logger.info("destroyed: %s", self.config.model)
+
+    def warmup(self) -> None:
+        """Do now what the first request would otherwise wait for. Does nothing while the manager runs."""
+        with self._lock:
+            self.check()
+            if not self.is_running():
+                self._model.warmup()
+
+    def check(self) -> None:
+        """Raise what a call would raise: RuntimeError after `destroy()`, EngineDeadError after a crash."""
+        if self._destroyed:
+            raise RuntimeError("the manager was destroyed; make a new one with init_continuous_batching()")
+        if self._cause is not None:
+            raise EngineDeadError(f"the engine stopped on a fault: {self._cause!r}") from self._cause
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **sampling: Any,
+    ) -> str | None:
+        """Queue one request and return its id, or None (with a warning) once the manager has been told to stop.
+
+        `input_ids`: token ids, not empty. `sampling`: see `SamplingParams`. With `num_return_sequences=n` the answers
+        come under the id itself and `<id>__child#0` ... `<id>__child#<n-2>`.
+        """
+        if eos_token_id is not None:
+            sampling["eos_token_id"] = eos_token_id
+        families = self.submit(
+            [input_ids],
+            request_id=request_id,
+            max_new_tokens=max_new_tokens,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            **sampling,
+        )
+        return families[0][0] if families else None
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **sampling: Any,
+    ) -> list[str]:
+        """Queue many requests, all of them or, when one is bad, none. Returns their ids in the order of `inputs`, or
+        nothing (with a warning) once the manager has been told to stop. They are queued so that prompts with common
+        beginnings follow one another."""
+        families = self.submit(
+            inputs,
+            max_new_tokens=max_new_tokens,
+            streaming=streaming,
+            record_timestamps=record_timestamps,
+            **sampling,
+        )
+        return [family[0] for family in families]
+
+    def submit(
+        self,
+        inputs: Sequence[Sequence[int]],
+        *,
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **sampling: Any,
+    ) -> list[list[str]]:
+        """As `add_requests`, but returns the ids of all answers of each input: its own and its children's."""
+        self.check()
+        if request_id is not None and not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, got {request_id!r}")
+        if max_new_tokens is not None:
+            sampling["max_new_tokens"] = max_new_tokens
+        tokenizer = sampling.pop("tokenizer", None)
+        params = self._defaults.resolve(sampling)
+        if params.stop_strings and not callable(getattr(tokenizer, "decode", None)):
+            raise InvalidRequestError(
+                f"stop_strings={list(params.stop_strings)!r} need a tokenizer; pass tokenizer=, an object with decode()"
+            )
+        single = len(inputs) == 1
+        prompts = [self._check_prompt(ids, params, None if single else i) for i, ids in enumerate(inputs)]
+        families = [
+            self._family(request_id or f"req_{next(self._ids)}", *prompt, streaming, record_timestamps)
+            for prompt in prompts
+        ]
+        names = [[request.request_id for request in family] for family in families]
+        if len(families) > 1 and self.config.allow_block_sharing:
+            families.sort(key=lambda family: family[0].prompt_ids)
+        accepted = self._enqueue([request for family in families for request in family], tokenizer)
+        return names if accepted else []
+
+    def _check_prompt(self, input_ids: Sequence[int], params: SamplingParams, index: int | None) -> _Checked:
+        """The prompt as plain integers, its own parameters, and its most tokens with the answer. Raises with the
+        input's number, what is wrong and the remedy."""
+        name = "input_ids" if index is None else f"inputs[{index}]"
+        tokens = _plain_tokens(input_ids, name)
+        if not tokens:
+            raise InvalidRequestError(f"{name} is empty; a prompt needs at least one token (the BOS token, say)")
+        low, high = min(tokens), max(tokens)
+        if low < 0 or high >= self._model.vocab_size:
+            bad = low if low < 0 else high
+            raise InvalidRequestError(
+                f"{name} holds token id {bad}, outside the model's vocabulary 0..{self._model.vocab_size - 1}"
+            )
+        params = params.for_prompt(len(tokens))
+        return tokens, params, self._max_length(len(tokens), params, name)
+
+    def _max_length(self, num_prompt: int, params: SamplingParams, name: str) -> int:
+        """Tokens of prompt and answer together, at most. The last token of an answer needs no room in the cache."""
+        config, asked = self.config, params.max_new_tokens
+        limit = min(config.max_sequence_length + 1, config.max_model_length)
+        if num_prompt > limit - (asked != 0):
+            remedy = "shorten it" if limit == config.max_model_length else "shorten it or raise num_blocks"
+            raise InvalidRequestError(
+                f"{name} has {num_prompt} tokens, but prompt and answer together may have {limit} at most "
+                f"(the cache holds {config.max_sequence_length}, the model {config.max_model_length}); {remedy}"
+            )
+        if asked is None:
+            return limit
+        wanted = min(num_prompt + asked, config.max_model_length)
+        if wanted > limit:
+            raise InvalidRequestError(
+                f"{name} has {num_prompt} tokens and max_new_tokens={asked} asks for {num_prompt + asked} in all, but "
+                f"the cache holds {config.max_sequence_length}; lower max_new_tokens or raise num_blocks"
+            )
+        return wanted
+
+    def _family(
+        self,
+        parent: str,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        max_length: int,
+        streaming: bool,
+        timestamps: bool,
+    ) -> list[Request]:
+        """The requests of one prompt: itself and, for `num_return_sequences`, its children."""
+        share = self.config.allow_block_sharing
+        salt = self._model.prefix_salt(len(prompt)) + (b"" if share else os.urandom(16))
+        seed = params.seed if params.seed is not None else self._next_seed()
+        return [
+            Request(
+                request_id=parent if child == 0 else f"{parent}__child#{child - 1}",
+                parent_id=None if child == 0 else parent,
+                prompt_ids=prompt,
+                params=params,
+                max_length=max_length,
+                seed=child_seed(seed, child),
+                salt=salt,
+                share_prefix=share,
+                match_prefix=params.prompt_logprobs is None and (share or params.num_return_sequences > 1),
+                streaming=streaming,
+                record_timestamps=timestamps,
+            )
+            for child in range(params.num_return_sequences)
+        ]
+
+    def _next_seed(self) -> int:
+        """For a request without a seed: fresh, or the next of the configured seed's."""
+        if self.config.seed is None:
+            return int.from_bytes(os.urandom(8), "little")
+        return fold_seed(-1 - (fold_seed(self.config.seed) + (next(self._seeds) << 64)))
+
+    def _enqueue(self, requests: list[Request], tokenizer: Any) -> bool:
+        """Hand requests to the engine, all or, once the manager has been told to stop, none."""
+        with self._lock:
+            self.check()
+            if not self._accepting:
+                logger.warning("the manager has been stopped; %d requests were not accepted", len(requests))
+                return False
+            limit = self.config.max_queue_size
+            queued = self._num_unseen + len(self._engine.scheduler.waiting)
+            if limit and queued + len(requests) > limit:
+                raise QueueFullError(
+                    f"{queued} requests are waiting and max_queue_size is {limit}; {len(requests)} more do not fit, "
+                    "try again later"
+                )
+            self._router.expect([request.request_id for request in requests])
+            self._num_unseen += len(requests)
+            self._inbox.put(partial(self._do_add, requests, tokenizer))
+        return True
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request, and its children, with one output each of status CANCELLED. Unknown or finished ids are
+        ignored."""
+        self._inbox.put(partial(self._do_cancel, request_id))
+
+    # ------------------------------------------------------------------ results
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> GenerationOutput | None:
+        """The next output of any request, or of that one; see `Router.take`."""
+        return self._router.take(request_id, timeout)
+
+    def __iter__(self) -> Iterator[GenerationOutput]:
+        """Outputs as they come, until no request is queued or running."""
+        while (output := self._router.take(until_idle=True)) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[GenerationOutput]:
+        """Outputs of one request, until its terminal one."""
+        while (output := self._router.take(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def register_result_handler(self, request_id: str, callback: Callback) -> None:
+        """Send a request's outputs to `callback` instead; see `Router.register`."""
+        self._router.register(request_id, callback)
+
+    def stream(self, request_id: str) -> AsyncIterator[GenerationOutput]:
+        """Outputs of one request for asyncio, until its terminal one."""
+        return self._router.stream(request_id)
+
+    # ------------------------------------------------------------------ weights, cache, numbers
+
+    @contextmanager
+    def pause(self, weights_changed: bool = False) -> Iterator[None]:
+        """Park the engine between steps, so that the caller may change the model in place.
+
+        Requests under way go on afterwards. Changed parameters are noticed by identity and version; writes through
+        `.data` are not: say `weights_changed=True`. Then what requests under way had cached is computed again.
+        Several threads may pause at once; the engine goes on when the last one leaves.
+        """
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("pause() inside the engine's own thread would wait for itself")
+        with self._pause:
+            self._pausers.append(threading.get_ident())
+            self._inbox.put(None)
+            self._pause.wait_for(lambda: self._parked or not self.is_running())
+        try:
+            yield
+        finally:
+            with self._pause:
+                self._pausers.remove(threading.get_ident())
+                self._weights_said_changed |= weights_changed
+                self._pause.notify_all()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes, and what was derived from the weights: requests queued later compute anew."""
+        self._inbox.put(self._do_reset)
+
+    def stats(self) -> Stats:
+        """What the engine does now and has done."""
+        scheduler = self._engine.scheduler
+        usage = scheduler.cache.usage
+        return self._engine.recorder.snapshot(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + self._num_unseen,
+            free_blocks=usage.free,
+            cached_blocks=usage.cached,
+            used_blocks=usage.used,
+            total_blocks=usage.total,
+            preemptions=scheduler.num_preemptions,
+            swaps=scheduler.num_swaps,
+            prefix_hit_tokens=usage.hit_tokens,
+            prefix_queried_tokens=usage.queried_tokens,
+        )
+
+    # ------------------------------------------------------------------ the engine's thread
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as cause:
+            self._crash(cause)
+        else:
+            self._end()
+
+    def _loop(self) -> None:
+        was_idle = True
+        while not self._hard_stopping:
+            self._obey(sleep=not self._engine.has_work and not self._stopping and not self._pausers)
+            if self._pausers:
+                self._park()
+                continue
+            if not self._engine.has_work:
+                if self._stopping and self._inbox.empty():
+                    return
+                was_idle = True
+                continue
+            if was_idle:
+                self._check_weights()
+                was_idle = False
+            self._deliver(self._engine.step())
+
+    def _obey(self, sleep: bool = False) -> None:
+        """Carry out the commands in the inbox; with `sleep` wait for one first."""
+        while True:
+            try:
+                command = self._inbox.get(block=sleep)
+            except queue.Empty:
+                return
+            sleep = False
+            if command is not None:
+                command()
+
+    def _do_add(self, requests: list[Request], tokenizer: Any) -> None:
+        outputs: list[GenerationOutput] = []
+        for request in requests:
+            params = request.params
+            if params.stop_strings:
+                self._filters[request.request_id] = StopStringFilter(
+                    tokenizer,
+                    params.stop_strings,
+                    min_new_tokens=params.min_new_tokens,
+                    streaming=request.streaming,
+                )
+            outputs += self._engine.scheduler.add(request)
+        with self._lock:
+            self._num_unseen -= len(requests)
+        self._deliver(outputs)
+
+    def _do_cancel(self, request_id: str) -> None:
+        self._deliver(self._engine.scheduler.abort(request_id))
+
+    def _do_reset(self) -> None:
+        self._deliver(self._engine.drain())
+        self._model.refresh_weights(force=True)
+        self._engine.scheduler.cache.forget()
+
+    def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
+        if self._filters:
+            outputs = [shown for output in outputs if (shown := self._filter(output)) is not None]
+        if outputs:
+            self._router.deliver(outputs)
+
+    def _filter(self, output: GenerationOutput) -> GenerationOutput | None:
+        """Pass an output by its request's stop strings, if it has any."""
+        request_id = output.request_id
+        if (stopping := self._filters.get(request_id)) is None:
+            return output
+        try:
+            shown, ended = stopping.apply(output)
+        except Exception as fault:  # the request's own tokenizer raised
+            shown, ended = output.failed(fault), True
+        if ended and not output.is_finished():
+            self._engine.scheduler.end(request_id)
+        if ended or output.is_finished():
+            del self._filters[request_id]
+        return shown
+
+    def _park(self) -> None:
+        self._deliver(self._engine.drain())
+        with self._pause:
+            self._parked = True
+            self._pause.notify_all()
+            self._pause.wait_for(lambda: not self._pausers or self._hard_stopping)
+            self._parked = False
+        if not self._hard_stopping:
+            self._check_weights()
+
+    def _check_weights(self) -> None:
+        with self._pause:
+            said, self._weights_said_changed = self._weights_said_changed, False
+        if self._model.refresh_weights(force=said):
+            self._deliver(self._engine.drain())
+            self._engine.scheduler.recompute_all()
+
+    def _end(self) -> None:
+        if self._hard_stopping:
+            self._obey()
+            self._deliver(self._engine.drain())
+            self._deliver(self._engine.scheduler.fail_all(RuntimeError("the manager was stopped (hard_stop=True)")))
+        with self._lock:
+            self._thread = None
+        self._router.close()
+        self._wake_pausers()
+        logger.info("stopped: %s", self.config.model)
+
+    def _crash(self, cause: BaseException) -> None:
+        logger.error("the engine stopped on a fault", exc_info=cause)
+        with self._lock:
+            self._cause, self._accepting = cause, False
+        self._router.fail(cause)
+        self._wake_pausers()
+
+    def _wake_pausers(self) -> None:
+        with self._pause:
+            self._parked = True  # nothing will move while they change the model
+            self._pause.notify_all()
+
+
+def _plain_tokens(input_ids: object, name: str) -> tuple[int, ...]:
+    """Token ids as a tuple of int, from a list, a tuple, or a one-dimensional array or tensor."""
+    if hasattr(input_ids, "tolist"):
+        input_ids = input_ids.tolist()
+    if not isinstance(input_ids, (list, tuple)):
+        raise TypeError(f"{name} must be a list of token ids, got {type(input_ids).__name__}: {input_ids!r:.80}")
+    tokens = tuple(input_ids)
+    if set(map(type, tokens)) <= {int}:
+        return tokens
+    try:
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return tuple(token.__index__() for token in tokens)
+    except (TypeError, AttributeError):
+        bad = next(token for token in tokens if isinstance(token, bool) or not hasattr(token, "__index__"))
+        raise TypeError(f"{name} must hold integers only, got {bad!r:.80} ({type(bad).__name__})") from None
+
+
+def _stop_at_exit(reference: "weakref.ref[ContinuousBatchingManager]") -> None:
+    """End the thread before the interpreter takes the libraries away under it."""
+    manager = reference()
+    if manager is not None and manager.is_running():
+        manager.stop(hard_stop=True, timeout=10.0)

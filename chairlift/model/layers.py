@@ -1,0 +1,152 @@
+"""Layers of the shadow that replace the model's own: same numbers, but no row depends on its neighbours.
+
+A replacement keeps the parameters of what it replaces under their names, so that weights stay shared.
+"""
+
+import inspect
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.pytorch_utils import Conv1D
+
+from chairlift.kernels import Ops, PackedLinear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROPE_BLOCK = 256  # positions computed at a time; whole blocks, so that a position's bits never depend on the request
+ROPE_BLOCKS_KEPT = 64  # least recently used ones go: where factors depend on the length, each length has its own
+
+
+def replacement(source: nn.Module, ops: Ops) -> nn.Module | None:
+    """What stands in for `source` in the shadow, or None if it stays."""
+    weight = source._parameters.get("weight")
+    if type(source) in (nn.Linear, Conv1D) and weight is not None and weight.dtype in DTYPES:
+        return Projection(source, ops)
+    if type(source).__module__ in ("transformers.activations", "torch.nn.modules.activation") and not list(
+        source.parameters()
+    ):
+        return Activation(source, ops)
+    if "RotaryEmbedding" in type(source).__name__ and _arguments(source)[:2] == ["x", "position_ids"]:
+        return RopeTable(source)
+    return None
+
+
+def _arguments(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+class Projection(nn.Module):
+    """`nn.Linear`, or GPT-2's `Conv1D`, through a packed, batch-invariant matmul."""
+
+    def __init__(self, source: nn.Module, ops: Ops) -> None:
+        super().__init__()
+        self.weight = source.weight
+        self.bias = source.bias
+        self._ops = ops
+        self._is_transposed = type(source) is Conv1D
+        self._stamp: tuple[object, ...] = ()
+        self._packed: PackedLinear
+        self.refresh()
+
+    def refresh(self, force: bool = False) -> None:
+        """Pack again if the weight was replaced or written to since."""
+        stamp = tuple((id(p), 0 if p.is_inference() else p._version) for p in (self.weight, self.bias) if p is not None)
+        if force or stamp != self._stamp:
+            weight = self.weight.detach()
+            self._packed = self._ops.pack_linear(weight.t() if self._is_transposed else weight, self.bias)
+            self._stamp = stamp
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
+        return self._ops.linear(x, self._packed)
+
+
+class Activation(nn.Module):
+    """An elementwise function whose result for an element does not depend on where in the tensor it stands."""
+
+    def __init__(self, source: nn.Module, ops: Ops) -> None:
+        super().__init__()
+        self.source = source
+        self._ops = ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._ops.elementwise(self.source.forward, x)
+
+
+class RopeTable(nn.Module):
+    """A rotary embedding read from tables that its source has filled, a block of positions at a time.
+
+    Factors of some kinds (longrope, dynamic NTK) depend on the length of the sequence. `regimes` then says for each
+    token which length its own request had, never the longest of the batch; regime 0 is any up to the original length.
+    """
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.source = source
+        kind = getattr(source, "rope_type", "default")
+        kinds = set(kind.values()) if isinstance(kind, dict) else {kind}
+        self.kind = next((k for k in ("longrope", "dynamic") if k in kinds), "default")
+        self.regimes: list[int] | None = None  # of each token of the next pass; None: all 0
+        self._tables: dict[tuple[Any, ...], list[Any]] = {}  # regime 0, block after block
+        self._blocks: OrderedDict[tuple[Any, ...], Any] = OrderedDict()  # the other regimes
+
+    @property
+    def original_length(self) -> int:
+        """Tokens up to which the factors do not depend on the length."""
+        if self.kind == "longrope":
+            return int(self.source.config.rope_parameters["original_max_position_embeddings"])
+        return int(self.source.original_max_seq_len)
+
+    def regime(self, length: int) -> int:
+        """What the factors of a sequence of `length` tokens depend on: equal regimes, equal factors."""
+        if self.kind == "default" or length <= self.original_length:
+            return 0
+        return length if self.kind == "dynamic" else self.original_length + 1
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:  # position_ids [1, T]
+        variant = (x.dtype, args, tuple(kwargs.items()))
+        positions = position_ids[0]
+        if self.regimes is None:
+            table = self._table(x, int(positions.max()) // ROPE_BLOCK + 1, variant)
+            return tree_map(lambda part: part.index_select(1, positions), table)
+        keys = [(regime, p // ROPE_BLOCK) for regime, p in zip(self.regimes, positions.tolist(), strict=True)]
+        index = {key: i for i, key in enumerate(dict.fromkeys(keys))}
+        blocks = [self._block(x, *key, variant) for key in index]
+        rows = torch.tensor([index[key] * ROPE_BLOCK for key in keys]) + positions % ROPE_BLOCK
+        return tree_map(lambda *parts: torch.cat(parts, dim=1).index_select(1, rows), *blocks)
+
+    def _table(self, x: Tensor, num_blocks: int, variant: tuple[Any, ...]) -> Any:
+        """At least the first `num_blocks` blocks, one after the other: tensors [1, positions, ...]."""
+        blocks = self._tables.setdefault(variant, [])
+        covered = len(blocks) and blocks[0]
+        if covered < num_blocks:
+            wanted = max(num_blocks, 2 * covered)
+            parts = [self._compute(x, 0, block, variant) for block in range(wanted)]
+            blocks[:] = [wanted, tree_map(lambda *each: torch.cat(each, dim=1), *parts)]
+        return blocks[1]
+
+    def _block(self, x: Tensor, regime: int, block: int, variant: tuple[Any, ...]) -> Any:
+        key = (regime, block, variant)
+        if key not in self._blocks:
+            self._blocks[key] = self._compute(x, regime, block, variant)
+        self._blocks.move_to_end(key)
+        if len(self._blocks) > ROPE_BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
+        return self._blocks[key]
+
+    def _compute(self, x: Tensor, regime: int, block: int, variant: tuple[Any, ...]) -> Any:
+        """The source's output for one block of positions: tensors [1, ROPE_BLOCK, ...]."""
+        _, args, kwargs = variant
+        positions = torch.arange(block * ROPE_BLOCK, (block + 1) * ROPE_BLOCK, device=x.device)[None]
+        if self.kind == "default":
+            return self.source.forward(x, positions, *args, **dict(kwargs))
+        # The source reads the length off the largest position: keep the others below it and add one that says it.
+        length = regime or 1
+        if self.kind == "dynamic" or not regime:
+            positions = positions.clamp(max=(regime or self.original_length) - 1)
+        if self.kind == "dynamic":
+            self.source.forward(x, positions[:, :1] * 0, *args, **dict(kwargs))  # back from any longer length
+        asked = torch.cat([positions, torch.full_like(positions[:, :1], length - 1)], dim=1)
+        out = self.source.forward(x, asked, *args, **dict(kwargs))
+        return tree_map(lambda part: part[:, :ROPE_BLOCK], out)

