@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any, TypeVar
 
-import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM as TransformersAutoModel
 from transformers import GenerationConfig, PreTrainedModel
@@ -187,9 +186,9 @@ def generate_batch(
     """Answer all prompts; blocks until the last is done.
 
     inputs: token ids of each prompt. sampling: see `SamplingParams`. Returns the outputs by request id in the order of
-    `inputs`, the answers of one prompt side by side. Every prompt is checked before anything runs: `InvalidRequestError`
-    (a `ValueError`) says which one is wrong and why. `EngineDeadError` if the engine fails; its `partial` holds what
-    had finished.
+    `inputs`, the answers of one prompt side by side. Every prompt is checked before anything runs:
+    `InvalidRequestError` (a `ValueError`) says which one is wrong and why. `EngineDeadError` if the engine fails; its
+    `partial` holds what had finished.
     """
     if len(inputs) == 0:
         return {}

@@ -17,7 +17,10 @@ from chairlift.stats import StepRecorder
 class InFlight(Protocol):
     """A launched step."""
 
-    batch: ScheduledBatch
+    @property
+    def batch(self) -> ScheduledBatch:
+        """The plan."""
+        ...
 
     def wait(self) -> Sampled:
         """Block until the device has done the step."""
@@ -56,7 +59,9 @@ class Engine:
             self._in_flight.append(self.runner.launch(plan))
         if not self._in_flight:
             if self.scheduler.has_work:
-                raise RuntimeError("no request can make progress: the scheduler's promise that the oldest can is broken")
+                raise RuntimeError(
+                    "no request can make progress: the scheduler's promise that the oldest can is broken"
+                )
             return []
         if plan is not None and len(self._in_flight) < self.depth:
             return []

@@ -62,9 +62,7 @@ class ContinuousBatchingManager:
     after `destroy()`.
     """
 
-    def __init__(
-        self, engine: Engine, model: ServedModel, defaults: SamplingDefaults, config: ResolvedConfig
-    ) -> None:
+    def __init__(self, engine: Engine, model: ServedModel, defaults: SamplingDefaults, config: ResolvedConfig) -> None:
         self.config = config
         self._engine = engine
         self._model = model
@@ -129,7 +127,9 @@ class ContinuousBatchingManager:
         would never end.
         """
         if block and threading.get_ident() in self._pausers:
-            raise RuntimeError("stop() inside pause() would wait for itself; leave the pause first, or pass block=False")
+            raise RuntimeError(
+                "stop() inside pause() would wait for itself; leave the pause first, or pass block=False"
+            )
         with self._lock:
             thread = self._thread
             self._accepting = False

@@ -241,7 +241,7 @@ def _call_on_loops(loops: dict[asyncio.AbstractEventLoop, list[tuple[Callback, G
 
 
 class _CallbackThread:
-    """Runs callbacks one after another beside the engine, so that a slow one delays no step; started when first used."""
+    """Runs callbacks one after another beside the engine, so that a slow one delays no step."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[tuple[Callback, GenerationOutput] | None] = queue.SimpleQueue()

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -38,7 +37,9 @@ class LayerCall:
 class Plan(Protocol):
     """What the model's `plan` keyword must be."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None
+    ) -> Tensor:
         """query [1, H, T, D], key [1, G, T, D], value [1, G, T, Dv] -> [1, T, H, Dv]."""
         ...
 
@@ -86,7 +87,9 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: dict[int, LayerCall] = {}
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None
+    ) -> Tensor:
         if layer in self.calls:
             raise UnsupportedModelError(f"layer {layer} attends twice in one pass; its cache would be ambiguous")
         self.calls[layer] = call

@@ -21,9 +21,8 @@ ROPE_BLOCKS_KEPT = 64  # least recently used ones go: where factors depend on th
 
 def replacement(source: nn.Module, ops: Ops) -> nn.Module | None:
     """What stands in for `source` in the shadow, or None if it stays."""
-    weight = source._parameters.get("weight")
-    if type(source) in (nn.Linear, Conv1D) and weight is not None and weight.dtype in DTYPES:
-        return Projection(source, ops)
+    if isinstance(source, (nn.Linear, Conv1D)) and type(source) in (nn.Linear, Conv1D):
+        return Projection(source, ops) if source.weight.dtype in DTYPES else None
     if type(source).__module__ in ("transformers.activations", "torch.nn.modules.activation") and not list(
         source.parameters()
     ):
@@ -40,10 +39,13 @@ def _arguments(module: nn.Module) -> list[str]:
 class Projection(nn.Module):
     """`nn.Linear`, or GPT-2's `Conv1D`, through a packed, batch-invariant matmul."""
 
-    def __init__(self, source: nn.Module, ops: Ops) -> None:
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(self, source: nn.Linear | Conv1D, ops: Ops) -> None:
         super().__init__()
         self.weight = source.weight
-        self.bias = source.bias
+        self.register_parameter("bias", source.bias)
         self._ops = ops
         self._is_transposed = type(source) is Conv1D
         self._stamp: tuple[object, ...] = ()
@@ -94,9 +96,10 @@ class RopeTable(nn.Module):
     @property
     def original_length(self) -> int:
         """Tokens up to which the factors do not depend on the length."""
+        source: Any = self.source
         if self.kind == "longrope":
-            return int(self.source.config.rope_parameters["original_max_position_embeddings"])
-        return int(self.source.original_max_seq_len)
+            return int(source.config.rope_parameters["original_max_position_embeddings"])
+        return int(source.original_max_seq_len)
 
     def regime(self, length: int) -> int:
         """What the factors of a sequence of `length` tokens depend on: equal regimes, equal factors."""

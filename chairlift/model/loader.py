@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from chairlift.config import DeviceFacts, ModelFacts
 from chairlift.errors import UnsupportedModelError
@@ -162,7 +162,9 @@ def _refuse(model: PreTrainedModel) -> None:
         )
     for flag in ("add_cross_attention", "reorder_and_upcast_attn", "num_kv_shared_layers"):
         if getattr(text, flag, None):
-            raise UnsupportedModelError(f"{name} has {flag}={getattr(text, flag)!r}, which the paged cache cannot serve")
+            raise UnsupportedModelError(
+                f"{name} has {flag}={getattr(text, flag)!r}, which the paged cache cannot serve"
+            )
 
 
 def _copy_over_same_weights(model: PreTrainedModel) -> PreTrainedModel:
@@ -210,7 +212,7 @@ def model_facts(model: PreTrainedModel, shadow: Shadow) -> ModelFacts:
 
 def vocab_size(model: PreTrainedModel) -> int:
     """Token ids that the model can read: rows of its embedding."""
-    embedding = model.get_input_embeddings()
+    embedding: Any = model.get_input_embeddings()
     return int(embedding.weight.shape[0])
 
 
@@ -218,8 +220,8 @@ def _max_length(text: Any, shadow: Shadow) -> int:
     length = getattr(text, "max_position_embeddings", None)
     if length is None:
         return UNBOUNDED
-    factors = [rope.source.config.rope_parameters.get("factor", 1) for rope in shadow.ropes if rope.kind == "dynamic"]
-    return int(length * max(factors, default=1))
+    sources: list[Any] = [rope.source for rope in shadow.ropes if rope.kind == "dynamic"]
+    return int(length * max((source.config.rope_parameters.get("factor", 1) for source in sources), default=1))
 
 
 def device_facts(device: torch.device) -> DeviceFacts:
@@ -241,9 +243,14 @@ def device_facts(device: torch.device) -> DeviceFacts:
 def check_attention(name: object) -> None:
     """Raise ValueError for an attention implementation that does not work here. None is the model's default."""
     works = ["sdpa", "eager", "paged|eager", "paged|sdpa"]
-    works += [flash for flash, installed in (
-        ("flash_attention_2", is_flash_attn_2_available()), ("flash_attention_3", is_flash_attn_3_available())
-    ) if installed]
+    works += [
+        flash
+        for flash, installed in (
+            ("flash_attention_2", is_flash_attn_2_available()),
+            ("flash_attention_3", is_flash_attn_3_available()),
+        )
+        if installed
+    ]
     if name is not None and name not in works:
         raise ValueError(f"attn_implementation={name!r} does not work here; these do: {', '.join(works)}")
 

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from chairlift.cache.cache import KVCache
+from chairlift.cache.table import BlockCopy
 from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence
-from chairlift.schedule.plan import BlockCopy, ScheduledBatch, ScheduledRow, Seat, TableUpdate
+from chairlift.schedule.plan import ScheduledBatch, ScheduledRow, Seat, TableUpdate
 from chairlift.schedule.policy import Policy
 
 PROMPT_LOGPROB_TOKENS = 256  # prompt tokens of one step that may get logits: [tokens, vocab] floats must fit in memory
@@ -21,11 +22,30 @@ PROMPT_LOGPROB_TOKENS = 256  # prompt tokens of one step that may get logits: [t
 class Sampled(Protocol):
     """What a step produced, on the host. Row i below counts the plan's rows with `samples`, in order."""
 
-    tokens: list[int]
-    logprobs: list[float] | None  # None when no row asked
-    top_logprobs: dict[int, dict[int, float]]  # by row
-    prompt_logprobs: dict[int, list[tuple[float, dict[int, float]]]]  # by index in `batch.rows`: one per row token
-    faults: dict[int, Exception]  # by row: what one request's own doing raised
+    @property
+    def tokens(self) -> list[int]:
+        """One per row."""
+        ...
+
+    @property
+    def logprobs(self) -> list[float] | None:
+        """One per row; None when no row asked."""
+        ...
+
+    @property
+    def top_logprobs(self) -> dict[int, dict[int, float]]:
+        """By row."""
+        ...
+
+    @property
+    def prompt_logprobs(self) -> dict[int, list[tuple[float, dict[int, float]]]]:
+        """By index in `batch.rows`: of the known token after each of the row's tokens."""
+        ...
+
+    @property
+    def faults(self) -> dict[int, Exception]:
+        """By row: what one request's own doing raised."""
+        ...
 
 
 def _serial(seq: Sequence) -> int:
