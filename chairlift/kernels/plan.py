@@ -18,7 +18,7 @@ from torch import Tensor
 
 KEY_TILE = 64
 QUERY_TILE = 32
-SLICE_BYTES = 8 << 20  # of float32 keys in flight at once: a slice of the work stays in the last-level cache
+SLICE_BYTES = 4 << 20  # of float32 keys in flight at once: a slice of the work stays in the last-level cache
 
 IntArray = npt.NDArray[np.int64]
 
@@ -79,7 +79,8 @@ class AttentionSlice:
     tokens: Tensor  # int64 [query_tiles * query_tile], rows of the packed query; a short tile repeats its last token
     pair_tile: Tensor  # int64 [pairs], the query tile of each pair
     rows: Tensor  # int32 [pairs * kv_heads * KEY_TILE], rows of the cache; an unused place reads the NULL block
-    bias: Tensor  # float32 [pairs, query_tile, KEY_TILE], 0 where the query sees the key, else -inf
+    masked: Tensor  # int64 [m], the pairs in which some query does not see some key
+    bias: Tensor  # float32 [m, query_tile, KEY_TILE], for these: 0 where the query sees the key, else -inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +195,7 @@ def _slice(
     seen = key[:, None, :] <= query
     if window is not None:
         seen &= key[:, None, :] > query - window
+    masked = np.flatnonzero(~seen.all((1, 2)))
     tokens = tiles.start[:, None] + np.minimum(np.arange(tiles.size), tiles.length[:, None] - 1)
     return AttentionSlice(
         query_tile=tiles.size,
@@ -201,7 +203,8 @@ def _slice(
         tokens=torch.from_numpy(tokens.reshape(-1)),
         pair_tile=torch.from_numpy(pair_tile),
         rows=torch.from_numpy(rows.astype(np.int32).reshape(-1)),
-        bias=torch.from_numpy(np.where(seen, np.float32(0), np.float32(-np.inf))),
+        masked=torch.from_numpy(masked),
+        bias=torch.from_numpy(np.where(seen[masked], np.float32(0), np.float32(-np.inf))),
     )
 
 

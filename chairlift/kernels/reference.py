@@ -17,6 +17,7 @@ from torch import Tensor
 
 from chairlift.kernels.plan import KEY_TILE, AttentionPlan, AttentionSlice, Scratch
 
+ROW_MULTIPLE = 4  # of the rows of a float32 batched matmul
 ROW_TILE = 16  # rows of one matmul where no packed kernel exists
 VECTOR_BLOCK = 128  # elements; a multiple of what any unrolled vector loop of PyTorch takes in one turn
 GRAIN = 32768  # at::internal::GRAIN_SIZE: elements a thread takes at least
@@ -53,7 +54,7 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
 
 
 def _can_prepack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -69,7 +70,7 @@ def _prepacked_linear(rows: Tensor, packed: PackedLinear) -> Tensor:
 def _tiled_linear(rows: Tensor, packed: PackedLinear) -> Tensor:
     count = rows.shape[0]
     padded = F.pad(rows, (0, 0, 0, -count % ROW_TILE))
-    return torch.cat([F.linear(tile, packed.weight, packed.bias) for tile in padded.split(ROW_TILE)])[:count]
+    return torch.cat([F.linear(tile, packed.weight, packed.bias) for tile in torch.split(padded, ROW_TILE)])[:count]
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -142,40 +143,45 @@ def _attend(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention of one slice: [query_tiles * query_tile, query_heads, head_dim]."""
-    heads, dim = plan.layout.num_kv_heads, plan.layout.head_dim
-    groups, size = query.shape[1] // heads, part.query_tile
-    tiles, pairs, used = part.active[0], len(part.pair_tile), groups * size
-    padded = used + -used % 4
-    scratch = plan.scratch
+    heads, dim, scratch = plan.layout.num_kv_heads, plan.layout.head_dim, plan.scratch
+    tiles, pairs, size = part.active[0], len(part.pair_tile), part.query_tile
+    groups = query.shape[1] // heads
+    lanes = groups if size % ROW_MULTIPLE == 0 else groups + -groups % ROW_MULTIPLE
+    batch, rows = pairs * heads, lanes * size
 
     tile = query.index_select(0, part.tokens).view(tiles, size, heads, groups, dim).permute(0, 2, 3, 1, 4)
-    tile = F.pad(tile.reshape(tiles * heads, used, dim).float().mul_(scale), (0, 0, 0, padded - used))
-    pair_query = scratch.take("query", (pairs, heads * padded * dim), torch.float32)
-    torch.index_select(tile.reshape(tiles, -1), 0, part.pair_tile, out=pair_query)
-    pair_query = pair_query.view(pairs * heads, padded, dim)
-
-    scores = scratch.take("scores", (pairs * heads, padded, KEY_TILE), torch.float32)
-    torch.bmm(pair_query, _gather(keys, part, scratch).transpose(1, 2), out=scores)
+    tile = _pad_lanes(tile, lanes).reshape(tiles, -1).float().mul_(scale)
+    pair_query = scratch.take("query", (pairs, tile.shape[1]), torch.float32)
+    torch.index_select(tile, 0, part.pair_tile, out=pair_query)
+    scores = scratch.take("scores", (batch, rows, KEY_TILE), torch.float32)
+    torch.bmm(pair_query.view(batch, rows, dim), _gather(keys, part, scratch).transpose(1, 2), out=scores)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    real = scores.view(pairs, heads, padded, KEY_TILE)[:, :, :used].unflatten(2, (groups, size))
-    real.add_(part.bias[:, None, None])
+    bias = scratch.take("bias", (len(part.masked), heads * lanes, size * KEY_TILE), torch.float32)
+    bias.copy_(part.bias.view(-1, 1, size * KEY_TILE))
+    scores.view(pairs, -1).index_add_(0, part.masked, bias.flatten(1))
 
     peak = _fold(torch.maximum, scores.amax(-1).view(pairs, -1), part.active)
     if sinks is not None:
-        sink = F.pad(sinks.float().view(heads, groups, 1).expand(-1, -1, size).reshape(heads, used), (0, padded - used))
-        peak = torch.maximum(peak, sink.view(-1))
-    scores.sub_(peak.index_select(0, part.pair_tile).view(pairs * heads, padded, 1)).exp_()
+        sink = sinks.float().view(1, heads, groups, 1, 1).expand(tiles, -1, -1, size, -1)
+        sink = _pad_lanes(sink, lanes).reshape(tiles, -1)
+        peak = torch.maximum(peak, sink)
+    scores.sub_(peak.index_select(0, part.pair_tile).view(batch, rows, 1)).exp_()
     total = _fold(torch.add, scores.sum(-1).view(pairs, -1), part.active)
     if sinks is not None:
-        total.add_(sink.view(-1).sub(peak).exp_())
+        total.add_(sink.sub(peak).exp_())
 
-    partial = scratch.take("partial", (pairs * heads, padded, dim), torch.float32)
+    partial = scratch.take("partial", (batch, rows, dim), torch.float32)
     torch.bmm(scores, _gather(values, part, scratch), out=partial)
-    result = _fold(torch.add, partial.view(pairs, -1), part.active).view(tiles, heads, padded, dim)
-    result.div_(total.view(tiles, heads, padded, 1))
-    result = result[:, :, :used].unflatten(2, (groups, size)).permute(0, 3, 1, 2, 4)
+    result = _fold(torch.add, partial.view(pairs, -1), part.active).view(tiles, heads, lanes, size, dim)
+    result = result.div_(total.view(tiles, heads, lanes, size, 1))[:, :, :groups].permute(0, 3, 1, 2, 4)
     return result.reshape(tiles * size, heads * groups, dim).to(query.dtype)
+
+
+def _pad_lanes(tile: Tensor, lanes: int) -> Tensor:
+    """`tile` [tiles, heads, groups, size, n] with zeros up to [tiles, heads, lanes, size, n]."""
+    groups = tile.shape[2]
+    return tile if groups == lanes else F.pad(tile, (0, 0, 0, 0, 0, lanes - groups))
 
 
 def _gather(rows: Tensor, part: AttentionSlice, scratch: Scratch) -> Tensor:
