@@ -51,19 +51,24 @@ def main() -> None:
         progress_bar=True,
         persistent_manager=True,
     )
-    seconds = time.perf_counter() - started
-    stats = model.init_continuous_batching(**configs).stats()  # equal configs: the manager that was kept
-    model.destroy_cached_continuous_batching_manager()
+    with model.continuous_batching_context_manager(**configs) as manager:  # equal configs: the manager that was kept
+        stats = manager.stats()
 
     for question, output in zip(questions, outputs.values(), strict=True):
         answer = tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
         print(f"> {question:36} {shorten(answer)}")
     results = list(outputs.values())
     tokens = sum(len(output.generated_tokens) for output in results)
-    print(f"\n{len(results)} requests, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second")
+    arrival = min(output.created_time for output in results)
+    seconds = max(output.lifespan[1] for output in results) - arrival
+    print(f"\nthe engine was ready after {arrival - started:.1f} s")
+    print(f"{len(results)} requests, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second")
     first = median(output.timestamps[0] - output.created_time for output in results)
     print(f"time to first token (median): {first:.2f} s")
-    print(f"prompt tokens from the prefix cache: {sum(output.num_cached_tokens for output in results)}")
+    print(
+        f"cache: {stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} prompt tokens found in it "
+        f"({stats.prefix_hit_rate:.0%}); {stats.cached_blocks} of {stats.total_blocks} blocks now hold prefixes"
+    )
     print(stats)
 
 

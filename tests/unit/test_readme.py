@@ -72,7 +72,19 @@ def test_example_runs(example: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     model = tiny_model(len(tokenizer))
     monkeypatch.setattr(chairlift.model.loader, "load_smollm2", lambda *, dtype: (model.to(dtype), tokenizer))
     runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
-    assert capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out
+    if example == "demo.py":
+        assert_demo_adds_up(out)
+
+
+def assert_demo_adds_up(out: str) -> None:
+    """The statistics are those of the run that is reported, and the shared system prompt was found in the cache."""
+    (tokens,) = re.findall(r"^32 requests, (\d+) tokens in", out, re.MULTILINE)
+    (generated,) = re.findall(r"(\d+) generated tokens", out)
+    assert generated == tokens
+    (hits,) = re.findall(r"^cache: (\d+) of \d+ prompt tokens", out, re.MULTILINE)
+    assert int(hits) > 0
 
 
 def test_make_verbs_exist() -> None:
