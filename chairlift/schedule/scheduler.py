@@ -172,8 +172,8 @@ class Scheduler:
                 continue  # gave way to an older one in this very step
             promised = seq.num_promised
             pending = len(seq.tokens) + promised - seq.num_computed
-            if promised and self._must_wait(seq):
-                continue
+            if not pending or (promised and self._must_wait(seq)):
+                continue  # all there is to compute is in flight, or waits for what is
             count = pending if pending == 1 else self._chunk(seq, pending, max(decoders_left, 0))
             while not self.cache.reserve(seq.kv, seq.num_computed, seq.num_computed + count):
                 candidates = [s for s in self.running if s.planned_step != step]

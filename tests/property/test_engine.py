@@ -1,0 +1,330 @@
+"""The engine against an oracle, on a device that runs as late as the host lets it.
+
+Whatever the depth, the budgets, the pool, the policy, preemptions, swaps, shared prefixes, aborts and pauses: every
+request gets the tokens that it would get alone. See `tests/late_device.py` for what the device checks by itself.
+"""
+
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from chairlift.cache.cache import KVCache
+from chairlift.cache.layout import LayerSpec, plan_layout
+from chairlift.engine import Engine
+from chairlift.params import SamplingParams
+from chairlift.request import GenerationOutput, Request, RequestStatus
+from chairlift.schedule.policy import POLICIES
+from chairlift.schedule.scheduler import Scheduler
+from chairlift.stats import StepRecorder
+from tests.late_device import (
+    EOS,
+    FAULTY_SEED,
+    LateDevice,
+    entries_of,
+    host_tokens_needed,
+    score_of,
+    token_after,
+)
+
+LONGEST = 30  # tokens of prompt and answer
+WINDOWS = st.sampled_from([[None], [None], [3], [None, 3], [None, 1, 8], [2, 6]])  # one layer per window
+
+
+@dataclass
+class Asked:
+    """A request, and what must come of it."""
+
+    request: Request
+    weights: list[int]  # those that each answer token was sampled with, as far as the answer is known
+    outputs: list[GenerationOutput] = field(default_factory=list)
+    cancelled: bool = False
+    dropped: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return self.dropped or (bool(self.outputs) and self.outputs[-1].is_finished())
+
+    def answer(self, num_tokens: int, weights_now: int) -> list[int]:
+        """The first `num_tokens` tokens of the answer, or fewer if it ends before."""
+        request = self.request
+        tokens = list(request.prompt_ids)
+        while len(tokens) < min(request.max_length, len(request.prompt_ids) + num_tokens):
+            generated = len(tokens) - len(request.prompt_ids)
+            weights = self.weights[generated] if generated < len(self.weights) else weights_now
+            tokens.append(token_after(entries_of(tokens, weights)[-1]))
+            if tokens[-1] in request.params.stop_ids:
+                break
+        return tokens[len(request.prompt_ids) :]
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        windows=WINDOWS,
+        page_size=st.sampled_from([1, 2, 4]),
+        spare=st.integers(0, 12),
+        host=st.sampled_from([0, 0, 5, 60]),
+        depth=st.sampled_from([1, 2, 4]),
+        budget=st.sampled_from([1, 2, 3, 5, 16, 64]),
+        rows=st.sampled_from([1, 2, 3, 8]),
+        policy=st.sampled_from(sorted(POLICIES)),
+        margin=st.sampled_from([0.0, 0.0, 0.15, 1.0]),
+        sharing=st.booleans(),
+    )
+    def begin(
+        self,
+        windows: list[int | None],
+        page_size: int,
+        spare: int,
+        host: int,
+        depth: int,
+        budget: int,
+        rows: int,
+        policy: str,
+        margin: float,
+        sharing: bool,
+    ) -> None:
+        layers = [LayerSpec(index=i, window=w, num_kv_heads=1, head_dim=1) for i, w in enumerate(windows)]
+        layout = plan_layout(layers, page_size, 1)
+        num_blocks = layout.blocks_needed(LONGEST - 1, budget) + spare
+        self.cache = KVCache(layout, num_blocks, host)
+        self.device = LateDevice(layout, num_blocks, host)
+        self.scheduler = Scheduler(
+            self.cache, POLICIES[policy](), max_batch_tokens=budget, max_rows=rows, safety_margin=margin
+        )
+        self.engine = Engine(self.scheduler, self.device, StepRecorder(), depth)
+        self.budget, self.rows, self.depth, self.sharing = budget, rows, depth, sharing
+        self.asked: dict[str, Asked] = {}
+        self.salts = 0
+
+    # What callers do
+
+    @rule(
+        data=st.data(),
+        cut=st.integers(0, 4),
+        bits=st.integers(0, 2**14 - 1),
+        length=st.integers(1, 14),
+        max_new=st.integers(0, 14),
+        children=st.sampled_from([1, 1, 1, 2, 3]),
+        scores=st.sampled_from([None, None, None, 0, 2]),
+        logprobs=st.sampled_from([None, 0, 2]),
+        streaming=st.booleans(),
+        needs_host=st.sampled_from([False, False, True]),
+        ignore_eos=st.booleans(),
+        faulty=st.sampled_from([False] * 7 + [True]),
+    )
+    def submit(
+        self,
+        data: st.DataObject,
+        cut: int,
+        bits: int,
+        length: int,
+        max_new: int,
+        children: int,
+        scores: int | None,
+        logprobs: int | None,
+        streaming: bool,
+        needs_host: bool,
+        ignore_eos: bool,
+        faulty: bool,
+    ) -> None:
+        """A prompt that goes on where an earlier one was, or branches off before its end."""
+        earlier = data.draw(st.sampled_from([(), *(asked.request.prompt_ids for asked in self.asked.values())]))
+        beginning = earlier[: max(0, min(len(earlier) - cut, LONGEST - 1 - length))]
+        prompt = (*beginning, *(bits >> i & 1 for i in range(length)))
+        params = SamplingParams(
+            eos_token_ids=frozenset({EOS}),
+            ignore_eos=ignore_eos,
+            prompt_logprobs=scores,
+            logprobs=logprobs,
+            num_return_sequences=children,
+            logits_processor=host_tokens_needed if needs_host else None,
+        )
+        name = f"r{len(self.asked)}"
+        salt = b"" if self.sharing else b"%d" % len(self.asked)
+        room = LONGEST if max_new else LONGEST - 1  # a prompt that is only scored has KV for its last token, too
+        for child in range(children):
+            request = Request(
+                request_id=name if child == 0 else f"{name}__child#{child - 1}",
+                parent_id=None if child == 0 else name,
+                prompt_ids=prompt,
+                params=params,
+                max_length=min(len(prompt) + max_new, room),
+                seed=FAULTY_SEED if faulty else 0,
+                salt=salt,
+                share_prefix=self.sharing,
+                match_prefix=scores is None and (self.sharing or children > 1),
+                streaming=streaming,
+            )
+            self.asked[request.request_id] = Asked(request, [])
+            self.receive(self.scheduler.add(request))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        outputs = self.scheduler.abort(request_id)
+        family = [
+            asked for asked in self.live.values() if request_id in (asked.request.request_id, asked.request.parent_id)
+        ]
+        assert {output.request_id for output in outputs} == {asked.request.request_id for asked in family}
+        assert all(output.status is RequestStatus.CANCELLED for output in outputs)
+        for asked in family:
+            asked.cancelled = True
+        self.receive(outputs)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """A stop string was found: somebody else ends the request."""
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        self.scheduler.end(request_id)
+        self.asked[request_id].dropped = True
+
+    @rule()
+    def change_weights(self) -> None:
+        self.receive(self.engine.drain())
+        for asked in self.live.values():
+            known = self.scheduler._by_id[asked.request.request_id].tokens[len(asked.request.prompt_ids) :]
+            asked.weights += [self.device.weights] * (len(known) - len(asked.weights))
+        self.device.weights += 1
+        self.scheduler.recompute_all()
+        assert self.cache.usage.used == self.cache.usage.cached == self.cache.usage.host_used == 0
+
+    @rule(drain=st.booleans())
+    def forget_prefixes(self, drain: bool) -> None:
+        if drain:
+            self.receive(self.engine.drain())
+        self.cache.forget()
+        assert self.cache.usage.cached == 0
+
+    @precondition(lambda self: self.live)
+    @rule(times=st.sampled_from([1, 1, 1, 3, 10]))
+    def step(self, times: int) -> None:
+        for _ in range(times):
+            if not self.engine.has_work:
+                return
+            oldest = min(self.scheduler._live.values(), key=lambda seq: seq.serial, default=None)
+            before = (oldest.num_computed, oldest.num_promised) if oldest is not None else (0, 0)
+            self.device.last_plan = None
+            num_in_flight = len(self.engine._in_flight)
+            outputs = self.engine.step()
+            assert len(self.engine._in_flight) < max(self.depth, 1)
+            self.check_plan()
+            if oldest is not None and not before[1] and not num_in_flight:
+                plan = self.device.last_plan
+                assert plan is not None
+                assert oldest.serial in {row.sequence_id for row in plan.rows}, "the oldest did not progress"
+            self.receive(outputs)
+
+    # What must hold
+
+    @property
+    def live(self) -> dict[str, Asked]:
+        return {request_id: asked for request_id, asked in self.asked.items() if not asked.is_over}
+
+    def check_plan(self) -> None:
+        if (plan := self.device.last_plan) is None:
+            return
+        assert plan.num_tokens <= self.budget
+        assert len(plan.rows) <= self.rows
+        assert all(0 <= row.slot < self.rows for row in plan.rows)
+
+    def receive(self, outputs: list[GenerationOutput]) -> None:
+        for output in outputs:
+            asked = self.asked[output.request_id]
+            assert not asked.is_over, "an output after the last one"
+            assert asked.request.streaming or output.is_finished()
+            asked.outputs.append(output)
+            self.check_output(asked, output)
+
+    def check_output(self, asked: Asked, output: GenerationOutput) -> None:
+        request, generated = asked.request, output.generated_tokens
+        expected = asked.answer(len(generated), self.device.weights)
+        assert generated == expected
+        assert [token for each in asked.outputs for token in each.new_tokens] == generated
+        assert output.prompt_ids == list(request.prompt_ids)
+        assert output.num_cached_tokens < len(request.prompt_ids)
+        if not self.sharing and request.params.num_return_sequences == 1:
+            assert output.num_cached_tokens == 0
+        self.check_scores(asked, output)
+        match output.status:
+            case RequestStatus.FINISHED:
+                stopped = bool(generated) and generated[-1] in request.params.stop_ids
+                assert output.finish_reason == ("stop" if stopped else "length")
+                assert output.stop_reason == (generated[-1] if stopped else None)
+                assert stopped or len(request.prompt_ids) + len(generated) == max(
+                    request.max_length, len(request.prompt_ids)
+                )
+            case RequestStatus.CANCELLED:
+                assert asked.cancelled and output.finish_reason == "cancelled"
+            case RequestStatus.FAILED:
+                assert request.seed == FAULTY_SEED and isinstance(output.exception, ArithmeticError)
+                assert len(generated) == 2
+            case _:
+                assert output.status is RequestStatus.DECODING and output.finish_reason is None
+
+    def check_scores(self, asked: Asked, output: GenerationOutput) -> None:
+        request, params = asked.request, asked.request.params
+        tokens = [*request.prompt_ids, *output.generated_tokens]
+        generated = len(output.generated_tokens)
+        if params.logprobs is None:
+            assert output.logprobs == output.top_logprobs == []
+        else:
+            weights = [*asked.weights, *[self.device.weights] * generated]
+            scores = [
+                score_of(entries_of(tokens[:end], weights[i])[-1], tokens[end], params.logprobs)
+                for i, end in enumerate(range(len(request.prompt_ids), len(tokens)))
+            ]
+            assert output.logprobs == [score for score, _ in scores]
+            assert output.top_logprobs == ([top for _, top in scores] if params.logprobs else [])
+        if params.prompt_logprobs is not None and output.status is RequestStatus.FINISHED and self.device.weights == 0:
+            entries = entries_of(request.prompt_ids)
+            pairs = zip(entries, request.prompt_ids[1:], strict=False)
+            scores = [score_of(entry, token, params.prompt_logprobs) for entry, token in pairs]
+            assert output.prompt_logprobs == [None, *(score for score, _ in scores)]
+            if params.prompt_logprobs:
+                assert output.prompt_top_logprobs == [None, *(top for _, top in scores)]
+
+    @invariant()
+    def is_consistent(self) -> None:
+        if not hasattr(self, "asked"):
+            return
+        scheduler = self.scheduler
+        sequences = scheduler._live.values()
+        self.cache.check([seq.kv for seq in sequences])
+        assert {seq.request.request_id for seq in sequences} == set(self.live) == set(scheduler._by_id)
+        assert set(scheduler.waiting) | {seq.serial for seq in scheduler.running} == set(scheduler._live)
+        assert len(scheduler.waiting) + len(scheduler.running) == len(scheduler._live)
+        assert [seq.serial for seq in scheduler.running] == sorted(seq.serial for seq in scheduler.running)
+        slots = [seq.slot for seq in scheduler.running]
+        assert sorted([*slots, *scheduler._free_slots]) == list(range(scheduler.max_rows))
+        assert all(seq.slot == -1 and not seq.kv.tables[0] for seq in scheduler.waiting.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "asked"):
+            return
+        bound = 100 + 20 * sum(asked.request.max_length for asked in self.live.values())
+        for _ in range(bound):
+            if not self.engine.has_work:
+                break
+            self.step(1)
+            self.is_consistent()
+        assert not self.engine.has_work, "it does not come to an end"
+        assert not self.live
+        self.cache.check([])
+        usage = self.cache.usage
+        assert usage.used == usage.host_used == 0
+        assert self.cache.num_available == self.cache.num_blocks
+        assert not scheduler_memory(self.scheduler)
+
+
+def scheduler_memory(scheduler: Scheduler) -> list[object]:
+    """What a scheduler remembers of requests."""
+    memory = [scheduler.waiting, scheduler.running, scheduler._live, scheduler._by_id, scheduler._families]
+    return [each for each in memory if each]
+
+
+TestEngine = EngineMachine.TestCase
+TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
