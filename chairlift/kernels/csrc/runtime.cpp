@@ -1,0 +1,204 @@
+// The run of a program: threads, phases, tasks. See runtime.h.
+#include "runtime.h"
+
+#include <sched.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+// The entry points of OpenMP's run-time library that `#pragma omp parallel` compiles to. Called by name, a library
+// built by any compiler runs on the pool of whichever OpenMP library PyTorch has loaded: GNU, LLVM and Intel have them.
+extern "C" {
+void GOMP_parallel(void (*body)(void *), void *data, unsigned num_threads, unsigned flags);
+int omp_get_thread_num(void);
+int omp_get_max_threads(void);
+int omp_in_parallel(void);
+}
+
+namespace cl {
+namespace {
+
+constexpr int kSpins = 2000;      // pauses before a waiting thread offers its core to others
+constexpr int kMoreSpins = 50;    // and between such offers
+constexpr size_t kCacheLine = 64;
+
+thread_local int thread_limit = 0;
+
+const Kernel *kernel_of(int32_t code) {
+  switch (code) {
+    case CL_EMBED: return &kEmbed;
+    case CL_GATHER: return &kGather;
+    case CL_ADD: return &kAdd;
+    case CL_SCALE: return &kScale;
+    case CL_NORM: return &kNorm;
+    case CL_ADD_NORM: return &kAddNorm;
+    case CL_LINEAR: return &kLinear;
+    case CL_GATED: return &kGated;
+    case CL_ACT: return &kAct;
+    case CL_ROPE_STORE: return &kRopeStore;
+    case CL_ATTEND: return &kAttend;
+    case CL_SOFTCAP: return &kSoftcap;
+    default: return nullptr;
+  }
+}
+
+CL_INLINE void pause() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+struct alignas(kCacheLine) Counter {
+  std::atomic<int64_t> value{0};
+};
+
+// A program while it runs. Phase i is over when `done[i]` counts all of its tasks: a thread that the system has taken
+// off its core holds up the task it is in, not the tasks it would have taken next.
+class Program {
+ public:
+  Error prepare(const ClOp *ops, int64_t num_ops, const ClStep *step, int threads) {
+    threads_ = threads;
+    size_ = static_cast<size_t>(num_ops);
+    if (phases_.size() < size_) phases_.resize(size_);
+    for (size_t i = 0; i < size_; i++) {
+      const Kernel *kernel = kernel_of(ops[i].code);
+      if (!kernel) return kUnknownCode;
+      if (ops[i].type < CL_F32 || ops[i].type > CL_F16) return kUnknownType;
+      Phase &phase = phases_[i].phase;
+      phases_[i].kernel = kernel;
+      phase.op = &ops[i];
+      phase.step = step;
+      phase.threads = threads;
+      phase.notes.clear();
+      if (Error error = kernel->check(phase)) return error;
+    }
+    return kOk;
+  }
+
+  void run() {
+    int64_t most = 0;
+    for (size_t i = 0; i < size_; i++) {
+      Phase &phase = phases_[i].phase;
+      phase.num_tasks = phases_[i].kernel->split(phase);
+      most = std::max(most, phase.num_tasks);
+    }
+    if (most < 2) threads_ = 1;
+    reset_counters();
+    if (threads_ == 1) {
+      work(0);
+    } else {
+      GOMP_parallel([](void *self) { static_cast<Program *>(self)->work(omp_get_thread_num()); }, this,
+                    static_cast<unsigned>(threads_), 0);
+    }
+  }
+
+ private:
+  struct Entry {
+    Phase phase;
+    const Kernel *kernel;
+  };
+
+  void reset_counters() {
+    size_t needed = size_ * static_cast<size_t>(threads_ + 1);
+    if (num_counters_ < needed) {
+      counters_.reset(new Counter[needed]);
+      num_counters_ = needed;
+      return;
+    }
+    for (size_t i = 0; i < needed; i++) counters_[i].value.store(0, std::memory_order_relaxed);
+  }
+
+  Counter &taken(size_t phase, int thread) {
+    return counters_[phase * static_cast<size_t>(threads_ + 1) + static_cast<size_t>(thread)];
+  }
+  Counter &done(size_t phase) { return taken(phase, threads_); }
+
+  void work(int me) {
+    thread_local Thread thread;
+    for (size_t i = 0; i < size_; i++) {
+      run_tasks(i, me, thread);
+      wait(i);
+    }
+  }
+
+  // First this thread's own range of tasks, then what is left of the others'.
+  void run_tasks(size_t i, int me, Thread &thread) {
+    const Phase &phase = phases_[i].phase;
+    int64_t finished = 0;
+    for (int k = 0; k < threads_; k++) {
+      int owner = (me + k) % threads_;
+      Range range = part_of(phase.num_tasks, owner, threads_);
+      std::atomic<int64_t> &next = taken(i, owner).value;
+      while (range.begin + next.load(std::memory_order_relaxed) < range.end) {
+        int64_t index = range.begin + next.fetch_add(1, std::memory_order_relaxed);
+        if (index >= range.end) break;
+        phases_[i].kernel->run(phase, Task{index, range.end}, thread);
+        finished++;
+      }
+    }
+    if (finished) done(i).value.fetch_add(finished, std::memory_order_acq_rel);
+  }
+
+  void wait(size_t i) {
+    const std::atomic<int64_t> &finished = done(i).value;
+    int64_t all = phases_[i].phase.num_tasks;
+    for (int spins = 0; finished.load(std::memory_order_acquire) < all;) {
+      if (++spins <= kSpins) {
+        pause();
+      } else {
+        sched_yield();
+        spins = kSpins - kMoreSpins;
+      }
+    }
+  }
+
+  std::vector<Entry> phases_;
+  std::unique_ptr<Counter[]> counters_;
+  size_t size_ = 0, num_counters_ = 0;
+  int threads_ = 1;
+};
+
+}  // namespace
+
+Thread::~Thread() { free(memory_); }
+
+void *Thread::bytes(size_t size) {
+  if (size > capacity_) {
+    free(memory_);
+    capacity_ = (size + 4095) / 4096 * 4096;
+    memory_ = aligned_alloc(4096, capacity_);
+    if (!memory_) abort();  // a few pages: nothing else on this machine works either
+  }
+  return memory_;
+}
+
+}  // namespace cl
+
+int cl_run(const ClOp *ops, int64_t num_ops, const ClStep *step) {
+  thread_local cl::Program program;  // of the calling thread: its memory is kept from run to run
+  int threads = cl::thread_limit > 0 ? cl::thread_limit : omp_get_max_threads();
+  if (omp_in_parallel()) threads = 1;  // a nested region would have no threads of its own
+  if (cl::Error error = program.prepare(ops, num_ops, step, threads)) return error;
+  program.run();
+  return cl::kOk;
+}
+
+const char *cl_error(int code) {
+  switch (code) {
+    case cl::kOk: return "no error";
+    case cl::kUnknownCode: return "unknown operation";
+    case cl::kUnknownType: return "unknown number type";
+    case cl::kMissingPointer: return "a pointer that the operation needs is null";
+    case cl::kBadSize: return "a size or stride is out of range";
+    case cl::kUnsupported: return "the operation has no kernel for these sizes";
+    default: return "unknown error";
+  }
+}
+
+int cl_abi(void) { return CL_ABI; }
+const char *cl_isa(void) { return cl::kIsa; }
+void cl_set_threads(int threads) { cl::thread_limit = threads; }
