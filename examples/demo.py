@@ -5,6 +5,7 @@ The model is SmolLM2-135M-Instruct in bfloat16, read from the Python package `ll
 
 import time
 from statistics import median
+from textwrap import shorten
 
 import torch
 
@@ -18,11 +19,6 @@ SYSTEM = (
 )
 TOPICS = ["the view", "the weather", "a picnic", "the old train", "hiking boots", "marmots", "snow", "tickets"]
 ASKS = ["Tell me about", "What should I know about", "Is there something funny about", "How about"]
-
-
-def shorten(text: str, width: int = 100) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def main() -> None:
@@ -56,7 +52,7 @@ def main() -> None:
 
     for question, output in zip(questions, outputs.values(), strict=True):
         answer = tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
-        print(f"> {question:36} {shorten(answer)}")
+        print(f"> {question:44} {shorten(answer, 90, placeholder='...')}")
     results = list(outputs.values())
     tokens = sum(len(output.generated_tokens) for output in results)
     arrival = min(output.created_time for output in results)
@@ -65,11 +61,9 @@ def main() -> None:
     print(f"{len(results)} requests, {tokens} tokens in {seconds:.1f} s: {tokens / seconds:.0f} tokens per second")
     first = median(output.timestamps[0] - output.created_time for output in results)
     print(f"time to first token (median): {first:.2f} s")
-    print(
-        f"cache: {stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} prompt tokens found in it "
-        f"({stats.prefix_hit_rate:.0%}); {stats.cached_blocks} of {stats.total_blocks} blocks now hold prefixes"
-    )
-    print(stats)
+    print(f"steps: {stats.steps}, of {stats.step_seconds.p50 * 1e3:.0f} ms (median), {stats.generated_tokens} tokens")
+    print(f"cache: {stats.cached_blocks} of {stats.total_blocks} blocks hold prefixes; {stats.preemptions} preemptions")
+    print(f"prefix hits: {stats.prefix_hit_tokens} of {stats.prefix_queried_tokens} prompt tokens")
 
 
 if __name__ == "__main__":

@@ -81,9 +81,9 @@ def test_example_runs(example: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def assert_demo_adds_up(out: str) -> None:
     """The statistics are those of the run that is reported, and the shared system prompt was found in the cache."""
     (tokens,) = re.findall(r"^32 requests, (\d+) tokens in", out, re.MULTILINE)
-    (generated,) = re.findall(r"(\d+) generated tokens", out)
+    (generated,) = re.findall(r"^steps: .* (\d+) tokens$", out, re.MULTILINE)
     assert generated == tokens
-    (hits,) = re.findall(r"^cache: (\d+) of \d+ prompt tokens", out, re.MULTILINE)
+    (hits,) = re.findall(r"^prefix hits: (\d+) of \d+ prompt tokens", out, re.MULTILINE)
     assert int(hits) > 0
 
 
