@@ -1,23 +1,26 @@
 """The seam to Hugging Face models: one registered attention function.
 
-A transformers model calls it in every attention layer with the new tokens' queries, keys and values, after RoPE, and
-hands through the keyword `plan`, which does the work. No Cache class, no mask, no patched forward.
+A transformers model calls it in every attention layer with the new tokens' queries, keys and values, after RoPE; the
+plan that does the work lies in the layer's `seam`. No Cache class, no mask, no patched forward.
 
 Shapes: T packed new tokens of all rows, H query heads, G key/value heads, D head size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from chairlift.cache.storage import KVStorage
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import AttentionPlan, Ops
 
 ATTENTION = "chairlift"
+DISCOVERY = "chairlift-discovery"  # the same, but layers are also asked which mask they mean
+FAR = 1 << 20  # tokens; a window of this size or more is none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +38,22 @@ class LayerCall:
 
 
 class Plan(Protocol):
-    """What the model's `plan` keyword must be."""
+    """What does the attention of one forward pass."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None
     ) -> Tensor:
         """query [1, H, T, D], key [1, G, T, D], value [1, G, T, Dv] -> [1, T, H, Dv]."""
         ...
+
+
+class Seam:
+    """Where the layers of one shadow find the plan of the pass under way, as their attribute `seam`.
+
+    Not a keyword of the model's forward: some models do not hand keywords through, and hooks would see it.
+    """
+
+    plan: Plan | None = None
 
 
 def attention_forward(
@@ -54,13 +66,13 @@ def attention_forward(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,  # [H], logits of the attention sinks
-    plan: Plan | None = None,
     **unused: object,
 ) -> tuple[Tensor, None]:
     """The function that transformers models call. Raises UnsupportedModelError for what it does not know."""
     name = type(module).__name__
-    if plan is None:
-        raise UnsupportedModelError(f"{name} does not hand keyword arguments through to its attention")
+    seam: Seam | None = getattr(module, "seam", None)
+    if seam is None or seam.plan is None:
+        raise UnsupportedModelError(f"{name} does not say which layer it is; its cache would be ambiguous")
     if attention_mask is not None:
         raise UnsupportedModelError(f"{name} brings an attention mask of its own; only causal masks can be served")
     if (bias := next((k for k in ("position_bias", "head_mask") if unused.get(k) is not None), None)) is not None:
@@ -75,10 +87,51 @@ def attention_forward(
         softcap=softcap,
         has_sinks=s_aux is not None,
     )
-    return plan.attend(module.layer_idx, query, key, value, call, s_aux), None  # type: ignore[arg-type]
+    return seam.plan.attend(module.layer_idx, query, key, value, call, s_aux), None  # type: ignore[arg-type]
+
+
+def discovery_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # of `describe_mask`
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`attention_forward` with the window that the layer's mask means: not every model also says it as an argument."""
+    if attention_mask is not None:
+        name = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+        low, high = (int(bound) for bound in attention_mask.aminmax())
+        if low != high or low <= 0:
+            raise UnsupportedModelError(f"{name} has a mask that is neither causal nor a sliding window")
+        window = None if low >= FAR else low
+        if sliding_window and sliding_window != window:
+            raise UnsupportedModelError(f"{name} has a window of {sliding_window}, but one of {window} in its mask")
+        sliding_window = window
+    return attention_forward(module, query, key, value, None, sliding_window=sliding_window, **kwargs)
+
+
+def describe_mask(
+    *, q_length: int, kv_length: int, mask_function: Callable[..., Tensor], device: torch.device, **unused: object
+) -> Tensor:
+    """In place of a mask its window, in every element: [1, 1, q_length, kv_length]. FAR is none, 0 another mask."""
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    keys = torch.arange(FAR + 1, device=device)
+    windows = set()
+    for query in (FAR - 1, FAR // 3):
+        seen = torch.broadcast_to(mask_function(zero, zero, zero + query, keys), keys.shape)
+        window = int(seen.count_nonzero())
+        is_regular = bool(seen[max(query + 1 - window, 0) : query + 1].all()) and window <= query + 1
+        windows.add((FAR if window > query else window) if is_regular else 0)
+    window = windows.pop() if len(windows) == 1 else 0
+    described: Tensor = torch.full((1, 1, q_length, kv_length), float(window), device=device)
+    return described
 
 
 AttentionInterface.register(ATTENTION, attention_forward)
+AttentionInterface.register(DISCOVERY, discovery_forward)
+AttentionMaskInterface.register(DISCOVERY, describe_mask)
 
 
 class Recorder:

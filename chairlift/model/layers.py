@@ -27,7 +27,8 @@ def replacement(source: nn.Module, ops: Ops) -> nn.Module | None:
         source.parameters()
     ):
         return Activation(source, ops)
-    if "RotaryEmbedding" in type(source).__name__ and _arguments(source)[:2] == ["x", "position_ids"]:
+    name = type(source).__name__
+    if "RotaryEmbedding" in name and hasattr(source, "rope_type") and _arguments(source)[:2] == ["x", "position_ids"]:
         return RopeTable(source)
     return None
 

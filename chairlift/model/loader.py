@@ -19,7 +19,7 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from chairlift.config import DeviceFacts, ModelFacts
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import ops_for
-from chairlift.model.attention import ATTENTION, LayerCall, Plan, Recorder
+from chairlift.model.attention import ATTENTION, DISCOVERY, LayerCall, Plan, Recorder, Seam
 from chairlift.model.layers import Projection, RopeTable, replacement
 
 HOOKS = (
@@ -62,7 +62,10 @@ class Shadow:
         self.device: torch.device = model.device
         self.module = _copy_over_same_weights(model)
         self.module.eval()
-        self.module.set_attn_implementation(ATTENTION)
+        self._seam = Seam()
+        for module in self.module.modules():
+            if hasattr(module, "layer_idx"):
+                object.__setattr__(module, "seam", self._seam)
         self.ops = ops_for(self.device, self.dtype)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._places = _places(model, self.module)
@@ -104,7 +107,8 @@ class Shadow:
     def forward(self, input_ids: Tensor, position_ids: Tensor, plan: Plan, keep: Tensor) -> Tensor:
         """Logits [len(keep), vocab] of the tokens at `keep` among the packed `input_ids` [T]."""
         extra = {"logits_to_keep": keep} if self._keeps_logits else {}
-        out = self.module(input_ids[None], position_ids=position_ids[None], use_cache=False, plan=plan, **extra)
+        self._seam.plan = plan
+        out = self.module(input_ids[None], position_ids=position_ids[None], use_cache=False, **extra)
         logits: Tensor = out.logits[0]
         return logits if self._keeps_logits else logits[keep]
 
@@ -123,8 +127,10 @@ class Shadow:
         """Which attention layers there are, from one forward pass: what each one is called with."""
         recorder = Recorder()
         tokens = torch.zeros(2, dtype=torch.long, device=self.device)
+        self.module.set_attn_implementation(DISCOVERY)
         with torch.no_grad():
             self.forward(tokens, torch.arange(2, device=self.device), recorder, tokens[:1])
+        self.module.set_attn_implementation(ATTENTION)
         calls = recorder.calls
         text = self.module.config.get_text_config()
         if missing := sorted(set(range(text.num_hidden_layers)) - set(calls)):
@@ -202,12 +208,17 @@ def model_facts(model: PreTrainedModel, shadow: Shadow) -> ModelFacts:
         max_model_length=_max_length(text, shadow),
         layers=tuple((call.window, call.num_kv_heads, call.head_dim) for call in shadow.layers.values()),
         hidden_size=hidden,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * hidden,
+        intermediate_size=_largest(getattr(text, "intermediate_size", None)) or 4 * hidden,
         dtype=str(shadow.dtype).removeprefix("torch."),
         itemsize=shadow.dtype.itemsize,
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
         attention=(model.config._attn_implementation or "eager").removeprefix("paged|"),
     )
+
+
+def _largest(size: int | list[int] | None) -> int | None:
+    """Of a size that may differ between layers."""
+    return max(size) if isinstance(size, list) else size
 
 
 def vocab_size(model: PreTrainedModel) -> int:
