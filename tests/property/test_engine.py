@@ -4,8 +4,11 @@ Whatever the depth, the budgets, the pool, the policy, preemptions, swaps, share
 request gets the tokens that it would get alone. See `tests/late_device.py` for what the device checks by itself.
 """
 
+import random
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,8 +31,35 @@ from tests.late_device import (
     token_after,
 )
 
-LONGEST = 30  # tokens of prompt and answer
 WINDOWS = st.sampled_from([[None], [None], [3], [None, 3], [None, 1, 8], [2, 6]])  # one layer per window
+WHICH = st.integers(0, 100)
+PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+class Kind(NamedTuple):
+    """What else a request asks for."""
+
+    max_new: int
+    children: int
+    prompt_logprobs: int | None
+    logprobs: int | None
+    streaming: bool
+    needs_host: bool
+    ignore_eos: bool
+    faulty: bool
+
+
+KINDS = st.builds(
+    Kind,
+    max_new=st.sampled_from([30, 30, 5, 1, 0]),
+    children=st.sampled_from([1, 1, 3]),
+    prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    streaming=st.booleans(),
+    needs_host=st.sampled_from([False, False, True]),
+    ignore_eos=st.booleans(),
+    faulty=st.sampled_from([False] * 7 + [True]),
+)
 
 
 @dataclass
@@ -62,20 +92,23 @@ class Asked:
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         windows=WINDOWS,
-        page_size=st.sampled_from([1, 2, 4]),
-        spare=st.integers(0, 12),
-        host=st.sampled_from([0, 0, 5, 60]),
-        depth=st.sampled_from([1, 2, 4]),
-        budget=st.sampled_from([1, 2, 3, 5, 16, 64]),
-        rows=st.sampled_from([1, 2, 3, 8]),
+        page_size=st.sampled_from([2, 1, 4]),
+        longest=st.sampled_from([14, 8, 30]),  # tokens of prompt and answer
+        spare=st.sampled_from([0, 0, 1, 3, 9]),  # blocks beyond what one such request needs
+        host=st.sampled_from([0, 9, 60]),
+        depth=st.sampled_from([2, 1, 4]),
+        budget=st.sampled_from([16, 5, 64, 9, 16, 5, 3, 1]),
+        rows=st.sampled_from([8, 5, 8, 3, 8, 1]),
         policy=st.sampled_from(sorted(POLICIES)),
-        margin=st.sampled_from([0.0, 0.0, 0.15, 1.0]),
+        margin=st.sampled_from([0.0, 0.0, 0.0, 0.15, 0.9]),
         sharing=st.booleans(),
+        first=st.lists(st.tuples(PROMPTS, KINDS), min_size=2, max_size=6),
     )
     def begin(
         self,
         windows: list[int | None],
         page_size: int,
+        longest: int,
         spare: int,
         host: int,
         depth: int,
@@ -84,86 +117,64 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         margin: float,
         sharing: bool,
+        first: list[tuple[list[int], Kind]],
     ) -> None:
         layers = [LayerSpec(index=i, window=w, num_kv_heads=1, head_dim=1) for i, w in enumerate(windows)]
         layout = plan_layout(layers, page_size, 1)
-        num_blocks = layout.blocks_needed(LONGEST - 1, budget) + spare
+        num_blocks = layout.blocks_needed(longest - 1, budget) + spare
         self.cache = KVCache(layout, num_blocks, host)
         self.device = LateDevice(layout, num_blocks, host)
         self.scheduler = Scheduler(
             self.cache, POLICIES[policy](), max_batch_tokens=budget, max_rows=rows, safety_margin=margin
         )
         self.engine = Engine(self.scheduler, self.device, StepRecorder(), depth)
-        self.budget, self.rows, self.depth, self.sharing = budget, rows, depth, sharing
+        self.longest, self.budget, self.rows, self.depth, self.sharing = longest, budget, rows, depth, sharing
         self.asked: dict[str, Asked] = {}
-        self.salts = 0
+        for prompt, kind in first:
+            self.submit_family(prompt, kind)
 
     # What callers do
 
-    @rule(
-        data=st.data(),
-        cut=st.integers(0, 4),
-        bits=st.integers(0, 2**14 - 1),
-        length=st.integers(1, 14),
-        max_new=st.integers(0, 14),
-        children=st.sampled_from([1, 1, 1, 2, 3]),
-        scores=st.sampled_from([None, None, None, 0, 2]),
-        logprobs=st.sampled_from([None, 0, 2]),
-        streaming=st.booleans(),
-        needs_host=st.sampled_from([False, False, True]),
-        ignore_eos=st.booleans(),
-        faulty=st.sampled_from([False] * 7 + [True]),
-    )
-    def submit(
-        self,
-        data: st.DataObject,
-        cut: int,
-        bits: int,
-        length: int,
-        max_new: int,
-        children: int,
-        scores: int | None,
-        logprobs: int | None,
-        streaming: bool,
-        needs_host: bool,
-        ignore_eos: bool,
-        faulty: bool,
-    ) -> None:
-        """A prompt that goes on where an earlier one was, or branches off before its end."""
-        earlier = data.draw(st.sampled_from([(), *(asked.request.prompt_ids for asked in self.asked.values())]))
-        beginning = earlier[: max(0, min(len(earlier) - cut, LONGEST - 1 - length))]
-        prompt = (*beginning, *(bits >> i & 1 for i in range(length)))
+    @rule(which=WHICH, cut=st.integers(0, 4), ends=st.lists(PROMPTS, min_size=1, max_size=4), kind=KINDS)
+    def submit(self, which: int, cut: int, ends: list[list[int]], kind: Kind) -> None:
+        """Prompts that go on where an earlier one was, or branch off before its end."""
+        asked = [*self.asked.values()]
+        earlier = asked[which % len(asked)].request.prompt_ids
+        for end in ends:
+            self.submit_family([*earlier[: max(0, len(earlier) - cut)], *end], kind)
+
+    def submit_family(self, tokens: list[int], kind: Kind) -> None:
+        """As the manager does it."""
+        prompt = tuple(tokens[: self.longest - 1])
         params = SamplingParams(
             eos_token_ids=frozenset({EOS}),
-            ignore_eos=ignore_eos,
-            prompt_logprobs=scores,
-            logprobs=logprobs,
-            num_return_sequences=children,
-            logits_processor=host_tokens_needed if needs_host else None,
+            ignore_eos=kind.ignore_eos,
+            prompt_logprobs=kind.prompt_logprobs,
+            logprobs=kind.logprobs,
+            num_return_sequences=kind.children,
+            logits_processor=host_tokens_needed if kind.needs_host else None,
         )
         name = f"r{len(self.asked)}"
-        salt = b"" if self.sharing else b"%d" % len(self.asked)
-        room = LONGEST if max_new else LONGEST - 1  # a prompt that is only scored has KV for its last token, too
-        for child in range(children):
+        for child in range(kind.children):
             request = Request(
                 request_id=name if child == 0 else f"{name}__child#{child - 1}",
                 parent_id=None if child == 0 else name,
                 prompt_ids=prompt,
                 params=params,
-                max_length=min(len(prompt) + max_new, room),
-                seed=FAULTY_SEED if faulty else 0,
-                salt=salt,
+                max_length=min(len(prompt) + kind.max_new, self.longest),
+                seed=FAULTY_SEED if kind.faulty else 0,
+                salt=b"" if self.sharing else name.encode(),
                 share_prefix=self.sharing,
-                match_prefix=scores is None and (self.sharing or children > 1),
-                streaming=streaming,
+                match_prefix=kind.prompt_logprobs is None and (self.sharing or kind.children > 1),
+                streaming=kind.streaming,
             )
             self.asked[request.request_id] = Asked(request, [])
             self.receive(self.scheduler.add(request))
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.live)))
+    @rule(which=WHICH)
+    def abort(self, which: int) -> None:
+        request_id = sorted(self.live)[which % len(self.live)]
         outputs = self.scheduler.abort(request_id)
         family = [
             asked for asked in self.live.values() if request_id in (asked.request.request_id, asked.request.parent_id)
@@ -175,10 +186,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.receive(outputs)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    @rule(which=WHICH)
+    def end(self, which: int) -> None:
         """A stop string was found: somebody else ends the request."""
-        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        request_id = sorted(self.live)[which % len(self.live)]
         self.scheduler.end(request_id)
         self.asked[request_id].dropped = True
 
@@ -200,7 +211,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.cache.usage.cached == 0
 
     @precondition(lambda self: self.live)
-    @rule(times=st.sampled_from([1, 1, 1, 3, 10]))
+    @rule(times=st.sampled_from([1, 3, 10]))
     def step(self, times: int) -> None:
         for _ in range(times):
             if not self.engine.has_work:
@@ -328,3 +339,56 @@ def scheduler_memory(scheduler: Scheduler) -> list[object]:
 
 TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_workloads(seed: int) -> None:
+    """Denser than what hypothesis draws: many requests side by side, in pools that hold few of them."""
+    rng = random.Random(seed)
+    machine = EngineMachine()
+
+    def prompt() -> list[int]:
+        return [rng.randint(0, 1) for _ in range(rng.randint(1, 14))]
+
+    def kind() -> Kind:
+        return Kind(
+            max_new=rng.choice([0, 1, 5, 30, 30, 30]),
+            children=rng.choice([1, 1, 1, 3]),
+            prompt_logprobs=rng.choice([None, None, None, 0, 2]),
+            logprobs=rng.choice([None, 0, 2]),
+            streaming=rng.random() < 0.5,
+            needs_host=rng.random() < 0.2,
+            ignore_eos=rng.random() < 0.7,
+            faulty=rng.random() < 0.05,
+        )
+
+    machine.begin(
+        windows=rng.choice([[None], [3], [None, 3], [None, 1, 8], [2, 6]]),
+        page_size=rng.choice([1, 2, 4]),
+        longest=rng.choice([14, 30]),
+        spare=rng.choice([0, 3, 9]),
+        host=rng.choice([0, 9, 60]),
+        depth=rng.choice([1, 2, 4]),
+        budget=rng.choice([1, 3, 8, 16, 64]),
+        rows=rng.choice([1, 3, 8]),
+        policy=rng.choice(sorted(POLICIES)),
+        margin=rng.choice([0.0, 0.0, 0.15, 0.9]),
+        sharing=rng.random() < 0.6,
+        first=[(prompt(), kind()) for _ in range(rng.randint(1, 8))],
+    )
+    for _ in range(rng.randint(5, 60)):
+        action = rng.random()
+        if action < 0.2 and len(machine.live) < 12:
+            machine.submit(rng.randint(0, 100), rng.randint(0, 4), [prompt() for _ in range(rng.randint(1, 3))], kind())
+        elif action < 0.24 and machine.live:
+            machine.abort(rng.randint(0, 100))
+        elif action < 0.26 and machine.live:
+            machine.end(rng.randint(0, 100))
+        elif action < 0.28:
+            machine.change_weights()
+        elif action < 0.30:
+            machine.forget_prefixes(rng.random() < 0.5)
+        elif machine.live:
+            machine.step(1)
+        machine.is_consistent()
+    machine.teardown()
