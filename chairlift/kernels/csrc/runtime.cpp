@@ -52,6 +52,16 @@ CL_INLINE void pause() {
 #endif
 }
 
+int pool_threads() {
+  if (omp_in_parallel()) return 1;  // a nested region would have no threads of its own
+  return thread_limit > 0 ? thread_limit : omp_get_max_threads();
+}
+
+void in_parallel(int threads, void (*body)(void *), void *data) {
+  if (threads == 1) return body(data);
+  GOMP_parallel(body, data, static_cast<unsigned>(threads), 0);
+}
+
 struct alignas(kCacheLine) Counter {
   std::atomic<int64_t> value{0};
 };
@@ -88,12 +98,7 @@ class Program {
     }
     if (most < 2) threads_ = 1;
     reset_counters();
-    if (threads_ == 1) {
-      work(0);
-    } else {
-      GOMP_parallel([](void *self) { static_cast<Program *>(self)->work(omp_get_thread_num()); }, this,
-                    static_cast<unsigned>(threads_), 0);
-    }
+    in_parallel(threads_, [](void *self) { static_cast<Program *>(self)->work(); }, this);
   }
 
  private:
@@ -117,8 +122,9 @@ class Program {
   }
   Counter &done(size_t phase) { return taken(phase, threads_); }
 
-  void work(int me) {
+  void work() {
     thread_local Thread thread;
+    int me = threads_ == 1 ? 0 : omp_get_thread_num();
     for (size_t i = 0; i < size_; i++) {
       run_tasks(i, me, thread);
       wait(i);
@@ -164,6 +170,19 @@ class Program {
 
 }  // namespace
 
+void parallel_for(int64_t n, void (*body)(void *, int64_t), void *data) {
+  struct Loop {
+    int64_t n;
+    void (*body)(void *, int64_t);
+    void *data;
+    std::atomic<int64_t> next{0};
+  } loop{n, body, data};
+  in_parallel(n > 1 ? pool_threads() : 1, [](void *shared) {
+    Loop &all = *static_cast<Loop *>(shared);
+    for (int64_t i; (i = all.next.fetch_add(1, std::memory_order_relaxed)) < all.n;) all.body(all.data, i);
+  }, &loop);
+}
+
 Thread::~Thread() { free(memory_); }
 
 void *Thread::bytes(size_t size) {
@@ -180,9 +199,7 @@ void *Thread::bytes(size_t size) {
 
 int cl_run(const ClOp *ops, int64_t num_ops, const ClStep *step) {
   thread_local cl::Program program;  // of the calling thread: its memory is kept from run to run
-  int threads = cl::thread_limit > 0 ? cl::thread_limit : omp_get_max_threads();
-  if (omp_in_parallel()) threads = 1;  // a nested region would have no threads of its own
-  if (cl::Error error = program.prepare(ops, num_ops, step, threads)) return error;
+  if (cl::Error error = program.prepare(ops, num_ops, step, cl::pool_threads())) return error;
   program.run();
   return cl::kOk;
 }

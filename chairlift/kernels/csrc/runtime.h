@@ -86,4 +86,10 @@ struct Range {
 };
 CL_INLINE Range part_of(int64_t n, int64_t i, int64_t parts) { return {n * i / parts, n * (i + 1) / parts}; }
 
+// Calls `body(i)` for each i in [0, n), on all threads. For work outside programs.
+void parallel_for(int64_t n, void (*body)(void *, int64_t), void *data);
+template <class F> void parallel_for(int64_t n, F body) {
+  parallel_for(n, [](void *f, int64_t i) { (*static_cast<F *>(f))(i); }, &body);
+}
+
 }  // namespace cl

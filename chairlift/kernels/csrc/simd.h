@@ -9,7 +9,12 @@
 #include <string.h>
 
 #if defined(__x86_64__)
+#pragma GCC diagnostic push
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC bug 105593: false alarms from inside this header
+#endif
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif

@@ -1,0 +1,224 @@
+// What is computed row by row and element by element: CL_EMBED, CL_GATHER, CL_ADD, CL_SCALE, CL_NORM, CL_ADD_NORM,
+// CL_ACT, CL_SOFTCAP. Arithmetic is in float32 and rounded where PyTorch's modules round.
+#include <algorithm>
+
+#include "activation.h"
+#include "runtime.h"
+
+namespace cl {
+namespace {
+
+constexpr int64_t kTaskElements = 4096;  // some microseconds of work, and a multiple of kLanes
+
+// The rows and columns of a task. `n[0]` is the width of all operations here.
+struct Block {
+  Range rows, columns;
+};
+
+// Tasks of whole rows, several together where rows are short.
+int64_t rows_per_task(const Phase &phase) { return std::max<int64_t>(1, kTaskElements / phase.op->n[0]); }
+
+int64_t split_rows(Phase &phase) { return divide_up(phase.rows(), rows_per_task(phase)); }
+
+Range rows_of(const Phase &phase, Task task) {
+  int64_t rows = rows_per_task(phase), begin = task.index * rows;
+  return {begin, std::min(begin + rows, phase.rows())};
+}
+
+// The same, but long rows are cut.
+int64_t columns_cut(const Phase &phase) { return divide_up(phase.op->n[0], kTaskElements); }
+
+int64_t split_blocks(Phase &phase) { return split_rows(phase) * columns_cut(phase); }
+
+Block block_of(const Phase &phase, Task task) {
+  int64_t cut = columns_cut(phase), column = task.index % cut * kTaskElements;
+  Range rows = rows_of(phase, Task{task.index / cut, task.end});
+  return {rows, {column, std::min(column + kTaskElements, phase.op->n[0])}};
+}
+
+// Calls `f(row, column, lanes)` for each vector of a task, `lanes` of whose elements exist.
+template <class F> CL_INLINE void each_vector(const Phase &phase, Task task, F &&f) {
+  Block block = block_of(phase, task);
+  for (int64_t row = block.rows.begin; row < block.rows.end; row++)
+    for (int64_t column = block.columns.begin; column < block.columns.end; column += kLanes)
+      f(row, column, block.columns.end - column);
+}
+
+// A kernel from a function template over the number type, `Run<T>::run`.
+template <template <class> class Run> void run_typed(const Phase &phase, Task task, Thread &) {
+  with_type(phase.op->type, [&](auto type) { Run<decltype(type)>::run(phase, task); });
+}
+
+template <int count> Error check_pointers(const Phase &phase) {
+  if (phase.op->n[0] <= 0) return kBadSize;
+  for (int i = 0; i < count; i++)
+    if (!phase.op->p[i]) return kMissingPointer;
+  return kOk;
+}
+
+template <class T> struct Embed {
+  static void run(const Phase &phase, Task task) {
+    const ClOp &op = *phase.op;
+    const T *table = phase.pointer<const T>(0);
+    T *out = phase.pointer<T>(1);
+    V scale = all(op.f[0]);
+    each_vector(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
+      const T *from = table + phase.step->token_ids[row] * op.n[0];
+      store(out + row * op.n[1] + column, load(from + column, lanes) * scale, lanes);
+    });
+  }
+};
+
+template <class T> struct Gather {
+  static void run(const Phase &phase, Task task) {
+    const ClOp &op = *phase.op;
+    Block block = block_of(phase, task);
+    size_t bytes = static_cast<size_t>(block.columns.end - block.columns.begin) * sizeof(T);
+    for (int64_t row = block.rows.begin; row < block.rows.end; row++)
+      memcpy(phase.pointer<T>(1) + row * op.n[2] + block.columns.begin,
+             phase.pointer<const T>(0) + phase.step->keep[row] * op.n[1] + block.columns.begin, bytes);
+  }
+};
+
+template <class T> struct Add {
+  static void run(const Phase &phase, Task task) {
+    const ClOp &op = *phase.op;
+    const T *x = phase.pointer<const T>(0), *y = phase.pointer<const T>(1);
+    T *out = phase.pointer<T>(2);
+    each_vector(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
+      V sum = load(x + row * op.n[1] + column, lanes) + load(y + row * op.n[2] + column, lanes);
+      store(out + row * op.n[3] + column, sum, lanes);
+    });
+  }
+};
+
+// out = f(x), element by element: p: x, out; n: width, x_stride, out_stride.
+template <class T, class F> CL_INLINE void map(const Phase &phase, Task task, F &&f) {
+  const ClOp &op = *phase.op;
+  const T *x = phase.pointer<const T>(0);
+  T *out = phase.pointer<T>(1);
+  each_vector(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
+    store(out + row * op.n[2] + column, f(load(x + row * op.n[1] + column, lanes)), lanes);
+  });
+}
+
+template <class T> struct Scale {
+  static void run(const Phase &phase, Task task) {
+    V scale = all(phase.op->f[0]);
+    map<T>(phase, task, [&](V x) { return x * scale; });
+  }
+};
+
+template <class T> struct Act {
+  static void run(const Phase &phase, Task task) {
+    int64_t act = phase.op->n[3];
+    map<T>(phase, task, [&](V x) { return activate(act, x); });
+  }
+};
+
+template <class T> struct Softcap {
+  static void run(const Phase &phase, Task task) {
+    V cap = all(phase.op->f[0]);
+    map<T>(phase, task, [&](V x) { return cap * tanh(x / cap); });
+  }
+};
+
+Error check_act(const Phase &phase) {
+  if (Error error = check_pointers<2>(phase)) return error;
+  return is_activation(phase.op->n[3]) ? kOk : kUnsupported;
+}
+
+// Norms ------------------------------------------------------------------------------------------------------------
+
+// The sum of `term(column, lanes)` over a row, in an order that depends on the width alone.
+template <class F> CL_INLINE float sum_over(int64_t width, F &&term) {
+  constexpr int chains = 4;  // as many additions in flight
+  V sum[chains] = {zero(), zero(), zero(), zero()};
+  int64_t column = 0;
+  for (; column + chains * kLanes <= width; column += chains * kLanes)
+#pragma GCC unroll 4
+    for (int i = 0; i < chains; i++) sum[i] = sum[i] + term(column + i * kLanes, int64_t{kLanes});
+  for (; column < width; column += kLanes) sum[0] = sum[0] + term(column, width - column);
+  return sum_of((sum[0] + sum[1]) + (sum[2] + sum[3]));
+}
+
+template <class T> struct Norm {
+  const T *weight, *bias;
+  int64_t width, flags;
+  float eps;
+
+  void run(const T *x, T *out) const {
+    const float count = static_cast<float>(width);
+    float mean = 0.0f;
+    if (flags & CL_LAYER_NORM) mean = sum_over(width, [&](int64_t i, int64_t lanes) { return load(x + i, lanes); }) / count;
+    V center = all(mean);
+    float squares = sum_over(width, [&](int64_t i, int64_t lanes) {
+      V d = first(lanes, load(x + i, lanes) - center, zero());
+      return d * d;
+    });
+    V scale = all(1.0f / sqrtf(squares / count + eps));
+    for (int64_t i = 0; i < width; i += kLanes) {
+      V v = (load(x + i, width - i) - center) * scale;
+      store(out + i, weighted(v, i), width - i);
+    }
+  }
+
+  CL_INLINE V weighted(V v, int64_t i) const {
+    if (flags & CL_ROUND_FIRST) v = round_to<T>(v);
+    if (weight) {
+      V w = load(weight + i, width - i);
+      v = v * (flags & CL_PLUS_ONE ? w + all(1.0f) : w);
+    }
+    return bias ? v + load(bias + i, width - i) : v;
+  }
+};
+
+template <class T> struct RunNorm {
+  static void run(const Phase &phase, Task task) {
+    const ClOp &op = *phase.op;
+    Norm<T> norm{phase.pointer<const T>(1), phase.pointer<const T>(2), op.n[0], op.n[3], op.f[0]};
+    Range rows = rows_of(phase, task);
+    for (int64_t row = rows.begin; row < rows.end; row++)
+      norm.run(phase.pointer<const T>(0) + row * op.n[1], phase.pointer<T>(3) + row * op.n[2]);
+  }
+};
+
+template <class T> struct RunAddNorm {
+  static void run(const Phase &phase, Task task) {
+    const ClOp &op = *phase.op;
+    Norm<T> norm{phase.pointer<const T>(3), phase.pointer<const T>(4), op.n[0], op.n[5], op.f[0]};
+    Range rows = rows_of(phase, task);
+    for (int64_t row = rows.begin; row < rows.end; row++) {
+      const T *x = phase.pointer<const T>(0) + row * op.n[1], *y = phase.pointer<const T>(1) + row * op.n[2];
+      T *sum = phase.pointer<T>(2) + row * op.n[3];
+      for (int64_t i = 0; i < op.n[0]; i += kLanes)
+        store(sum + i, load(x + i, op.n[0] - i) + load(y + i, op.n[0] - i), op.n[0] - i);
+      norm.run(sum, phase.pointer<T>(5) + row * op.n[4]);
+    }
+  }
+};
+
+Error check_norm(const Phase &phase) {
+  const ClOp &op = *phase.op;
+  if (!op.p[0] || !op.p[3]) return kMissingPointer;
+  return op.n[0] > 0 ? kOk : kBadSize;
+}
+
+Error check_add_norm(const Phase &phase) {
+  const ClOp &op = *phase.op;
+  if (!op.p[0] || !op.p[1] || !op.p[2] || !op.p[5]) return kMissingPointer;
+  return op.n[0] > 0 ? kOk : kBadSize;
+}
+
+}  // namespace
+
+const Kernel kEmbed = {check_pointers<2>, split_blocks, run_typed<Embed>};
+const Kernel kGather = {check_pointers<2>, split_blocks, run_typed<Gather>};
+const Kernel kAdd = {check_pointers<3>, split_blocks, run_typed<Add>};
+const Kernel kScale = {check_pointers<2>, split_blocks, run_typed<Scale>};
+const Kernel kNorm = {check_norm, split_rows, run_typed<RunNorm>};
+const Kernel kAddNorm = {check_add_norm, split_rows, run_typed<RunAddNorm>};
+const Kernel kAct = {check_act, split_blocks, run_typed<Act>};
+const Kernel kSoftcap = {check_pointers<2>, split_blocks, run_typed<Softcap>};
+
+}  // namespace cl

@@ -1,0 +1,337 @@
+// Matrix products with packed weights: CL_LINEAR and CL_GATED.
+//
+// A weight W [N, K] is packed as panels of 48 of its rows, which are 48 columns of the result: [panels][K / depth][48]
+// [depth], zeros beyond N and K, `depth` numbers of one row side by side as `Multiply` wants them. A panel is what a
+// task reads from memory, once, in order.
+//
+// An element of the result is one chain of products over all of K, in order of K, whatever the tile: no sum is split,
+// so a row's bits depend on neither its company nor the threads.
+#include <algorithm>
+
+#include "activation.h"
+#include "runtime.h"
+
+namespace cl {
+namespace {
+
+constexpr int kPanelVectors = 3;
+constexpr int kPanel = kPanelVectors * kLanes;
+
+// A tile of the result that stays in registers: rows x vectors. The number of rows changes no bit.
+#if defined(CL_AVX512)
+constexpr int kTileRows = 8, kTileVectors = 3;
+#elif defined(CL_AVX2) || defined(__aarch64__)
+constexpr int kTileRows = 4, kTileVectors = 1;
+#else
+constexpr int kTileRows = 2, kTileVectors = 1;
+#endif
+
+constexpr int64_t kBlockRows = 128;     // rows of a task at most: its sums stay in the cache
+constexpr int64_t kMinBlockRows = 32;   // and at least, where a product is cut to occupy all threads
+constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kAhead = 3072;        // bytes between what is multiplied and what is prefetched
+
+// Prefetching: the panel being read, `kAhead` bytes ahead (panels are neighbours, so this runs on into the next one), or
+// the next panel, some bytes with each step, into the cache that this panel is read from.
+struct Ahead {
+  const char *next;
+  int64_t bytes_per_step;  // 0: read ahead in this panel
+};
+
+template <class T> struct Tile {
+  const typename Multiply<T>::Left *left;
+  int64_t stride;
+  const T *panel;
+  int64_t K;
+  Ahead ahead;
+  float *sums;  // [rows][kPanel]
+};
+
+template <class T> CL_INLINE int64_t panel_size(int64_t K) {
+  return divide_up(K, Multiply<T>::depth) * Multiply<T>::depth * kPanel;
+}
+
+template <class T, int R, bool near> CL_INLINE void multiply_columns(const Tile<T> &tile, int first_vector) {
+  using M = Multiply<T>;
+  constexpr int depth = M::depth, width = kLanes * depth;
+  const T *right = tile.panel + first_vector * width;
+  const typename M::Left *left = tile.left;
+  const char *next = tile.ahead.next;
+  const int64_t next_step = tile.ahead.bytes_per_step;
+  V sum[R][kTileVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 3
+    for (int j = 0; j < kTileVectors; j++) sum[i][j] = zero();
+
+  int64_t k = 0;
+#pragma GCC unroll 2
+  for (; k + depth <= tile.K; k += depth) {
+    typename M::Right columns[kTileVectors];
+#pragma GCC unroll 3
+    for (int j = 0; j < kTileVectors; j++) {
+      columns[j] = M::load(right + j * width);
+      if (near) prefetch_near(reinterpret_cast<const char *>(right + j * width) + kAhead);
+    }
+    if (!near) {
+      prefetch_far(next);
+      next += next_step;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < R; i++)
+#pragma GCC unroll 3
+      for (int j = 0; j < kTileVectors; j++) sum[i][j] = M::add(sum[i][j], left + i * tile.stride + k, columns[j]);
+    right += kPanel * depth;
+  }
+  if (depth > 1 && k < tile.K) {
+#pragma GCC unroll 3
+    for (int j = 0; j < kTileVectors; j++) {
+      typename M::Right last = M::load(right + j * width);
+#pragma GCC unroll 8
+      for (int i = 0; i < R; i++) sum[i][j] = M::add_one(sum[i][j], left + i * tile.stride + k, last);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 3
+    for (int j = 0; j < kTileVectors; j++) store(tile.sums + i * kPanel + (first_vector + j) * kLanes, sum[i][j]);
+}
+
+template <class T, int R> void multiply_tile(const Tile<T> &tile) {
+  for (int j = 0; j < kPanelVectors; j += kTileVectors) {
+    if (tile.ahead.bytes_per_step == 0)
+      multiply_columns<T, R, true>(tile, j);
+    else
+      multiply_columns<T, R, false>(tile, j);
+  }
+}
+
+template <class T> void multiply_tile(int rows, const Tile<T> &tile) {
+  static_assert(kTileRows <= 8, "one case for each height");
+  switch (rows) {
+    case 1: return multiply_tile<T, 1>(tile);
+    case 2: return multiply_tile<T, std::min(2, kTileRows)>(tile);
+    case 3: return multiply_tile<T, std::min(3, kTileRows)>(tile);
+    case 4: return multiply_tile<T, std::min(4, kTileRows)>(tile);
+    case 5: return multiply_tile<T, std::min(5, kTileRows)>(tile);
+    case 6: return multiply_tile<T, std::min(6, kTileRows)>(tile);
+    case 7: return multiply_tile<T, std::min(7, kTileRows)>(tile);
+    default: return multiply_tile<T, kTileRows>(tile);
+  }
+}
+
+// The rows of x that a tile multiplies, as `Multiply<T>` wants its left operand: in place, or widened to `buffer`.
+inline const float *left_rows(const float *x, int64_t, int, int64_t, float *, int64_t *) { return x; }
+template <class T>
+const typename Multiply<T>::Left *left_rows(const T *x, int64_t stride, int rows, int64_t K,
+                                            typename Multiply<T>::Left *buffer, int64_t *left_stride) {
+  if constexpr (std::is_same<T, typename Multiply<T>::Left>::value) {
+    return x;
+  } else {
+    for (int i = 0; i < rows; i++)
+      for (int64_t k = 0; k < K; k += kLanes) store(buffer + i * K + k, load(x + i * stride + k, K - k), K - k);
+    *left_stride = K;
+    return buffer;
+  }
+}
+
+// What tasks of one operation share, and the numbers of theirs: panel by panel, all row blocks of a panel in turn.
+struct Grid {
+  int64_t panels, blocks;
+};
+
+Grid grid_of(const Phase &phase) {
+  int64_t rows = phase.rows(), panels = divide_up(phase.op->n[1], kPanel);
+  int64_t to_fit = divide_up(rows, kBlockRows), to_occupy = divide_up(kTasksPerThread * phase.threads, panels);
+  return {panels, std::max(to_fit, std::min(to_occupy, rows / kMinBlockRows))};
+}
+
+int64_t split(Phase &phase) {
+  Grid grid = grid_of(phase);
+  return phase.rows() > 0 ? grid.panels * grid.blocks : 0;
+}
+
+// Products of rows [begin, end) of x with one panel, to sums [end - begin][kPanel].
+template <class T> struct Product {
+  const T *x;
+  int64_t stride, K;
+  Range rows;
+  typename Multiply<T>::Left *widened;
+
+  void run(const T *panel, const char *next, int64_t next_bytes, float *sums) const {
+    int64_t count = rows.end - rows.begin, tiles = divide_up(count, kTileRows);
+    int64_t steps = tiles * (kPanelVectors / kTileVectors) * (K / Multiply<T>::depth);
+    Ahead ahead{next, tiles > 2 && next_bytes > 0 ? next_bytes / steps + 1 : 0};
+    for (int64_t i = 0; i < tiles; i++) {
+      Range part = part_of(count, i, tiles);  // heights differ by one at most
+      int height = static_cast<int>(part.end - part.begin);
+      int64_t left_stride = stride;
+      const auto *left = left_rows(x + (rows.begin + part.begin) * stride, stride, height, K, widened, &left_stride);
+      multiply_tile(height, Tile<T>{left, left_stride, panel, K, ahead, sums + part.begin * kPanel});
+      ahead.next += ahead.bytes_per_step * (steps / tiles);
+    }
+  }
+};
+
+// A linear layer's result from its sums.
+template <class T> struct Output {
+  const float *bias;
+  const T *residual;
+  T *out;
+  int64_t N, stride, residual_stride;
+
+  void write(int64_t row, int64_t column, const float *sums) const {
+    int64_t width = std::min<int64_t>(kPanel, N - column);
+    T *to = out + row * stride + column;
+    for (int64_t j = 0; j < width; j += kLanes) {
+      V v = load(sums + j);
+      if (bias) v = v + load(bias + column + j, width - j);
+      if (residual) v = load(residual + row * residual_stride + column + j, width - j) + round_to<T>(v);
+      store(to + j, v, width - j);
+    }
+  }
+};
+
+template <class T> struct Work {
+  Product<T> product;
+  int64_t panel;
+  const T *weights;       // of the panel, or of the first of two
+  int64_t size;           // numbers in a panel
+  const char *next;       // this task's share of the next task's panel, and its bytes
+  int64_t next_bytes;
+  float *sums[2];
+};
+
+template <class T> Work<T> work_of(const Phase &phase, Task task, int panels_together, Thread &thread) {
+  using Left = typename Multiply<T>::Left;
+  const ClOp &op = *phase.op;
+  Grid grid = grid_of(phase);
+  int64_t panel = task.index / grid.blocks, block = task.index % grid.blocks;
+  Range rows = part_of(phase.rows(), block, grid.blocks);
+  int64_t count = rows.end - rows.begin, K = op.n[0], size = panel_size<T>(K);
+  size_t sums = static_cast<size_t>(count * kPanel);
+  size_t widened = std::is_same<T, Left>::value ? 0 : static_cast<size_t>(kTileRows * K + kLanes);
+  float *memory = thread.scratch<float>(sums * panels_together + widened);
+
+  Work<T> work;
+  work.product = {phase.pointer<const T>(0), op.n[2], K, rows, reinterpret_cast<Left *>(memory + sums * panels_together)};
+  work.panel = panel;
+  work.size = size * panels_together;
+  work.weights = phase.pointer<const T>(1) + panel * work.size;
+  bool goes_on = (panel + 1) * grid.blocks < task.end;
+  Range share = part_of(size * static_cast<int64_t>(sizeof(T)) * panels_together, block, grid.blocks);
+  work.next = reinterpret_cast<const char *>(work.weights + work.size) + share.begin;
+  work.next_bytes = goes_on ? share.end - share.begin : 0;
+  work.sums[0] = memory;
+  work.sums[1] = memory + sums;
+  return work;
+}
+
+template <class T> void run_linear(const Phase &phase, Task task, Thread &thread) {
+  const ClOp &op = *phase.op;
+  Work<T> work = work_of<T>(phase, task, 1, thread);
+  work.product.run(work.weights, work.next, work.next_bytes, work.sums[0]);
+  Output<T> output{phase.pointer<const float>(2), phase.pointer<const T>(4), phase.pointer<T>(3), op.n[1], op.n[3], op.n[4]};
+  Range rows = work.product.rows;
+  for (int64_t i = rows.begin; i < rows.end; i++)
+    output.write(i, work.panel * kPanel, work.sums[0] + (i - rows.begin) * kPanel);
+}
+
+// act(gate) * up, each rounded as the modules would that compute them one by one.
+template <class T> CL_INLINE V gated(int64_t act, V gate, V up) {
+  return round_to<T>(activate(act, round_to<T>(gate))) * round_to<T>(up);
+}
+
+template <class T> void run_gated(const Phase &phase, Task task, Thread &thread) {
+  const ClOp &op = *phase.op;
+  const float *bias = phase.pointer<const float>(2);
+  Work<T> work = work_of<T>(phase, task, 2, thread);
+  const T *up = work.weights + work.size / 2;
+  const int64_t half = work.next_bytes / 2;
+  work.product.run(work.weights, work.next, half, work.sums[0]);
+  work.product.run(up, work.next + half, half, work.sums[1]);
+
+  int64_t column = work.panel * kPanel, N = op.n[1], width = std::min<int64_t>(kPanel, N - column);
+  Range rows = work.product.rows;
+  for (int64_t i = rows.begin; i < rows.end; i++) {
+    int64_t offset = (i - rows.begin) * kPanel;
+    T *out = phase.pointer<T>(3) + i * op.n[3] + column;
+    for (int64_t j = 0; j < width; j += kLanes) {
+      V g = load(work.sums[0] + offset + j), u = load(work.sums[1] + offset + j);
+      if (bias) {
+        g = g + load(bias + column + j, width - j);
+        u = u + load(bias + N + column + j, width - j);
+      }
+      store(out + j, gated<T>(op.n[4], g, u), width - j);
+    }
+  }
+}
+
+Error check_sizes(const Phase &phase) {
+  const ClOp &op = *phase.op;
+  if (!op.p[0] || !op.p[1] || !op.p[3]) return kMissingPointer;
+  return op.n[0] > 0 && op.n[1] > 0 ? kOk : kBadSize;
+}
+
+Error check_gated(const Phase &phase) {
+  if (Error error = check_sizes(phase)) return error;
+  return is_activation(phase.op->n[4]) ? kOk : kUnsupported;
+}
+
+void linear(const Phase &phase, Task task, Thread &thread) {
+  with_type(phase.op->type, [&](auto type) { run_linear<decltype(type)>(phase, task, thread); });
+}
+
+void gated(const Phase &phase, Task task, Thread &thread) {
+  with_type(phase.op->type, [&](auto type) { run_gated<decltype(type)>(phase, task, thread); });
+}
+
+// Packing ----------------------------------------------------------------------------------------------------------
+
+// One panel: `rows` (at most 48) rows of W.
+template <class T> void pack_panel(const T *W, int64_t stride, int64_t rows, int64_t K, T *out) {
+  constexpr int depth = Multiply<T>::depth;
+  for (int64_t k = 0; k < K; k += depth)
+    for (int64_t j = 0; j < kPanel; j++)
+      for (int64_t d = 0; d < depth; d++) *out++ = j < rows && k + d < K ? W[j * stride + k + d] : T{};
+}
+
+// The panels of `count` matrices of one shape, interleaved.
+template <class T>
+void pack(const T *const *matrices, int64_t count, int64_t stride, int64_t N, int64_t K, T *out) {
+  const int64_t size = panel_size<T>(K);
+  parallel_for(divide_up(N, kPanel) * count, [=](int64_t i) {
+    int64_t row = i / count * kPanel;
+    pack_panel(matrices[i % count] + row * stride, stride, std::min<int64_t>(kPanel, N - row), K, out + i * size);
+  });
+}
+
+}  // namespace
+
+const Kernel kLinear = {check_sizes, split, linear};
+const Kernel kGated = {check_gated, split, gated};
+
+}  // namespace cl
+
+int64_t cl_packed_bytes(int type, int64_t N, int64_t K) {
+  return cl::with_type(type, [&](auto tag) {
+    using T = decltype(tag);
+    return cl::divide_up(N, cl::kPanel) * cl::panel_size<T>(K) * static_cast<int64_t>(sizeof(T));
+  });
+}
+
+void cl_pack(int type, const void *W, int64_t stride, int64_t N, int64_t K, void *out) {
+  cl::with_type(type, [&](auto tag) {
+    using T = decltype(tag);
+    const T *matrices[] = {static_cast<const T *>(W)};
+    cl::pack(matrices, 1, stride, N, K, static_cast<T *>(out));
+  });
+}
+
+void cl_pack_gated(int type, const void *G, const void *U, int64_t stride, int64_t N, int64_t K, void *out) {
+  cl::with_type(type, [&](auto tag) {
+    using T = decltype(tag);
+    const T *matrices[] = {static_cast<const T *>(G), static_cast<const T *>(U)};
+    cl::pack(matrices, 2, stride, N, K, static_cast<T *>(out));
+  });
+}
