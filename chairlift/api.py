@@ -5,10 +5,12 @@ Puts the parts together; decides nothing about scheduling, memory or sampling.
 
 import logging
 import queue
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
@@ -33,8 +35,26 @@ logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
-_Kept = tuple[ContinuousBatchingManager, tuple[Any, ...]]
-_kept: "weakref.WeakKeyDictionary[PreTrainedModel, _Kept]" = weakref.WeakKeyDictionary()  # persistent managers
+
+@dataclass
+class _Session:
+    """A started manager and the calls that share it."""
+
+    manager: ContinuousBatchingManager
+    key: tuple[Any, ...]  # equal keys may share
+    num_users: int = 0
+
+
+class _Desk:
+    """The one manager that a model keeps (`persistent_manager=True`), and who uses it now."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kept: _Session | None = None
+
+
+_desks: "weakref.WeakKeyDictionary[PreTrainedModel, _Desk]" = weakref.WeakKeyDictionary()
+_desks_lock = threading.Lock()
 
 
 class AutoModelForCausalLM:
@@ -65,7 +85,10 @@ def attach(model: Model) -> Model:
         continuous_batching_context_manager,
         destroy_cached_continuous_batching_manager,
     ):
-        setattr(model, method.__name__, MethodType(method, model))
+        # Not a bound method: one of those unpickles as the method of the same name of the model's class.
+        bound = partial(method, model)
+        bound.__doc__ = method.__doc__
+        setattr(model, method.__name__, bound)
     return model
 
 
@@ -140,25 +163,49 @@ def continuous_batching_context_manager(
     """A started manager; on leaving it is stopped, and destroyed unless `persistent_manager`: then the next call with
     equal configs gets it back, one with other configs replaces it. `block` and `timeout` are those of `stop`."""
     config = continuous_batching_config or _config_of(generation_config)
-    key = (_comparable(generation_config or model.generation_config), config)
-    kept = _kept.pop(model, None)
-    if kept is not None and kept[1] == key and kept[0].is_usable:
-        manager = kept[0]
-    else:
-        if kept is not None:
-            kept[0].destroy()
-        manager = init_continuous_batching(model, generation_config, config, workload_hints)
-    if persistent_manager:
-        _kept[model] = (manager, key)
-    if warmup:
-        manager.warmup()
-    manager.start()
+    key = (_comparable(generation_config or model.generation_config), _comparable(model.generation_config), config)
+    desk = _desk(model)
+    with desk.lock:
+        session = desk.kept
+        if session is not None and session.num_users and not persistent_manager:
+            session = None  # others use it, and count on finding it again
+        elif session is None or session.key != key or not session.manager.is_usable:
+            _retire(desk)
+            session = None
+        if session is None:
+            session = _Session(init_continuous_batching(model, generation_config, config, workload_hints), key)
+        if persistent_manager:
+            desk.kept = session
+        elif desk.kept is session:
+            desk.kept = None
+        if warmup:
+            session.manager.warmup()
+        if not session.num_users:
+            session.manager.start()
+        session.num_users += 1
     try:
-        yield manager
+        yield session.manager
     finally:
-        manager.stop(block=block, timeout=timeout)
-        if not persistent_manager:
-            manager.destroy()
+        with desk.lock:
+            session.num_users -= 1
+            is_last, is_kept = not session.num_users, desk.kept is session
+            if is_last and is_kept:
+                session.manager.stop(block=block, timeout=timeout)
+        if is_last and not is_kept:
+            session.manager.stop(block=block, timeout=timeout)
+            session.manager.destroy()
+
+
+def _desk(model: PreTrainedModel) -> _Desk:
+    with _desks_lock:
+        return _desks.setdefault(model, _Desk())
+
+
+def _retire(desk: _Desk) -> None:
+    """Keep no manager any longer: destroy it, or leave that to those who use it now."""
+    session, desk.kept = desk.kept, None
+    if session is not None and not session.num_users:
+        session.manager.destroy()
 
 
 def _comparable(generation_config: GenerationConfig | None) -> Any:
@@ -167,8 +214,9 @@ def _comparable(generation_config: GenerationConfig | None) -> Any:
 
 def destroy_cached_continuous_batching_manager(model: PreTrainedModel) -> None:
     """Destroy the manager that an earlier call kept (`persistent_manager=True`), if any."""
-    if (kept := _kept.pop(model, None)) is not None:
-        kept[0].destroy()
+    desk = _desk(model)
+    with desk.lock:
+        _retire(desk)
 
 
 def generate_batch(
@@ -201,35 +249,50 @@ def generate_batch(
         continuous_batching_config=continuous_batching_config,
         persistent_manager=persistent_manager,
         warmup=warmup,
-        workload_hints=hints,
+        workload_hints=None if persistent_manager else hints,  # the next call may bring more
     ) as manager:
+        arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
         families = manager.submit(
-            inputs, max_new_tokens=max_new_tokens, record_timestamps=record_timestamps, **sampling
+            inputs,
+            sampling | {"max_new_tokens": max_new_tokens},
+            record_timestamps=record_timestamps,
+            handler=arrived.put,
+            bounded=False,
         )
-        return _collect(manager, [name for family in families for name in family], progress_bar)
+        if not families:
+            raise RuntimeError("the manager was stopped while generate_batch used it")
+        request_ids = [name for family in families for name in family]
+        try:
+            done = _collect(arrived, len(request_ids), progress_bar)
+        except BaseException:  # the user's Ctrl-C, say: leaving shall not wait for the answers
+            for request_id in request_ids:
+                manager.cancel_request(request_id)
+            raise
+        _check_all_finished(manager, done)
+        return {request_id: done[request_id] for request_id in request_ids}
 
 
 def _collect(
-    manager: ContinuousBatchingManager, request_ids: list[str], progress_bar: bool
+    arrived: "queue.SimpleQueue[GenerationOutput]", count: int, progress_bar: bool
 ) -> dict[str, GenerationOutput]:
-    """Wait for these requests, and leave those of others alone."""
-    arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+    """Wait for the outputs of `count` requests."""
     done: dict[str, GenerationOutput] = {}
     num_tokens = 0
-    try:
-        for request_id in request_ids:
-            manager.register_result_handler(request_id, arrived.put)
-        with tqdm(total=len(request_ids), disable=not progress_bar, unit="request") as bar:
-            while len(done) < len(request_ids):
-                output = arrived.get()
-                if output.exception is not None:
-                    manager.check()
-                done[output.request_id] = output
-                num_tokens += len(output.generated_tokens)
-                if elapsed := bar.format_dict["elapsed"]:
-                    bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tok/s", refresh=False)
-                bar.update()
-    except EngineDeadError as error:
-        error.partial.update(done)
-        raise
-    return {request_id: done[request_id] for request_id in request_ids}
+    with tqdm(total=count, disable=not progress_bar, unit="request") as bar:
+        while len(done) < count:
+            output = arrived.get()
+            done[output.request_id] = output
+            num_tokens += len(output.generated_tokens)
+            if elapsed := bar.format_dict["elapsed"]:
+                bar.set_postfix_str(f"{num_tokens / elapsed:.1f} tok/s", refresh=False)
+            bar.update()
+    return done
+
+
+def _check_all_finished(manager: ContinuousBatchingManager, done: dict[str, GenerationOutput]) -> None:
+    """Raise EngineDeadError, with what had finished, if the engine's death ended any of these."""
+    if (cause := manager.cause) is None:
+        return
+    finished = {request_id: output for request_id, output in done.items() if output.exception is not cause}
+    if len(finished) < len(done):
+        raise EngineDeadError(f"the engine stopped on a fault: {cause!r}", finished) from cause

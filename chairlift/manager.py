@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -74,6 +74,7 @@ class ContinuousBatchingManager:
         self._thread: threading.Thread | None = None
         self._accepting = True
         self._stopping = self._hard_stopping = self._destroyed = False
+        self._is_warm = False
         self._num_unseen = 0  # requests in the inbox
         self._ids = itertools.count()
         self._seeds = itertools.count()
@@ -88,7 +89,9 @@ class ContinuousBatchingManager:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        """Start the background thread. Raises RuntimeError after `destroy()`, EngineDeadError after a crash."""
+        """Start the background thread, once an earlier one that was told to stop has ended. Raises RuntimeError after
+        `destroy()`, EngineDeadError after a crash."""
+        self._await_end()
         with self._lock:
             self.check()
             if self._thread is not None and self._thread.is_alive():
@@ -96,11 +99,26 @@ class ContinuousBatchingManager:
                 return
             self._accepting = True
             self._stopping = self._hard_stopping = self._parked = False
+            self._is_warm = True
             self._router.open()
             self._thread = threading.Thread(target=self._run, name="chairlift-engine", daemon=True)
             self._thread.start()
-            atexit.register(_stop_at_exit, weakref.ref(self))
+            _started.add(self)
         logger.info("started: %s", self.config.model)
+
+    def _await_end(self) -> None:
+        """Wait for a thread that is finishing what it has accepted."""
+        thread = self._thread
+        if thread is None or not self._stopping or thread is threading.current_thread():
+            return
+        if threading.get_ident() in self._pausers:
+            raise RuntimeError("start() after stop() inside pause() would wait for itself; leave the pause first")
+        thread.join()
+
+    @property
+    def cause(self) -> BaseException | None:
+        """What the engine died of, if it did."""
+        return self._cause
 
     @property
     def is_usable(self) -> bool:
@@ -171,11 +189,13 @@ class ContinuousBatchingManager:
         logger.info("destroyed: %s", self.config.model)
 
     def warmup(self) -> None:
-        """Do now what the first request would otherwise wait for. Does nothing while the manager runs."""
+        """Do now what the first request would otherwise wait for. Does nothing once the manager has been started: the
+        cache is in use then."""
         with self._lock:
             self.check()
-            if not self.is_running():
+            if not self._is_warm:
                 self._model.warmup()
+                self._is_warm = True
 
     def check(self) -> None:
         """Raise what a call would raise: RuntimeError after `destroy()`, EngineDeadError after a crash."""
@@ -205,11 +225,10 @@ class ContinuousBatchingManager:
             sampling["eos_token_id"] = eos_token_id
         families = self.submit(
             [input_ids],
+            sampling | {"max_new_tokens": max_new_tokens},
             request_id=request_id,
-            max_new_tokens=max_new_tokens,
             streaming=streaming,
             record_timestamps=record_timestamps,
-            **sampling,
         )
         return families[0][0] if families else None
 
@@ -226,31 +245,35 @@ class ContinuousBatchingManager:
         beginnings follow one another."""
         families = self.submit(
             inputs,
-            max_new_tokens=max_new_tokens,
+            sampling | {"max_new_tokens": max_new_tokens},
             streaming=streaming,
             record_timestamps=record_timestamps,
-            **sampling,
         )
         return [family[0] for family in families]
 
     def submit(
         self,
         inputs: Sequence[Sequence[int]],
+        sampling: Mapping[str, Any],
         *,
         request_id: str | None = None,
-        max_new_tokens: int | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
-        **sampling: Any,
+        handler: Callback | None = None,
+        bounded: bool = True,
     ) -> list[list[str]]:
-        """As `add_requests`, but returns the ids of all answers of each input: its own and its children's."""
+        """As `add_requests`, but returns the ids of all answers of each input: its own and its children's.
+
+        All outputs go to `handler` if there is one, the first of them too: nobody else can take it. `bounded=False`:
+        a caller that waits for the answers anyway is not refused because of `max_queue_size`.
+        """
         self.check()
         if request_id is not None and not isinstance(request_id, str):
             raise TypeError(f"request_id must be a string, got {request_id!r}")
-        if max_new_tokens is not None:
-            sampling["max_new_tokens"] = max_new_tokens
-        tokenizer = sampling.pop("tokenizer", None)
-        params = self._defaults.resolve(sampling)
+        if request_id == "":
+            raise InvalidRequestError("request_id is empty; give another, or None for one of the manager's")
+        tokenizer = sampling.get("tokenizer")
+        params = self._defaults.resolve({name: value for name, value in sampling.items() if name != "tokenizer"})
         if params.stop_strings and not callable(getattr(tokenizer, "decode", None)):
             raise InvalidRequestError(
                 f"stop_strings={list(params.stop_strings)!r} need a tokenizer; pass tokenizer=, an object with decode()"
@@ -258,14 +281,18 @@ class ContinuousBatchingManager:
         single = len(inputs) == 1
         prompts = [self._check_prompt(ids, params, None if single else i) for i, ids in enumerate(inputs)]
         families = [
-            self._family(request_id or f"req_{next(self._ids)}", *prompt, streaming, record_timestamps)
-            for prompt in prompts
+            self._family(request_id or self._fresh_id(), *prompt, streaming, record_timestamps) for prompt in prompts
         ]
         names = [[request.request_id for request in family] for family in families]
         if len(families) > 1 and self.config.allow_block_sharing:
             families.sort(key=lambda family: family[0].prompt_ids)
-        accepted = self._enqueue([request for family in families for request in family], tokenizer)
+        limit = self.config.max_queue_size if bounded else 0
+        accepted = self._enqueue([request for family in families for request in family], tokenizer, handler, limit)
         return names if accepted else []
+
+    def _fresh_id(self) -> str:
+        """An id that no request has, a caller's own ids among them."""
+        return next(name for number in self._ids if not self._router.expects(name := f"req_{number}"))
 
     def _check_prompt(self, input_ids: Sequence[int], params: SamplingParams, index: int | None) -> _Checked:
         """The prompt as plain integers, its own parameters, and its most tokens with the answer. Raises with the
@@ -339,21 +366,20 @@ class ContinuousBatchingManager:
             return int.from_bytes(os.urandom(8), "little")
         return fold_seed(-1 - (fold_seed(self.config.seed) + (next(self._seeds) << 64)))
 
-    def _enqueue(self, requests: list[Request], tokenizer: Any) -> bool:
+    def _enqueue(self, requests: list[Request], tokenizer: Any, handler: Callback | None, limit: int) -> bool:
         """Hand requests to the engine, all or, once the manager has been told to stop, none."""
         with self._lock:
             self.check()
             if not self._accepting:
                 logger.warning("the manager has been stopped; %d requests were not accepted", len(requests))
                 return False
-            limit = self.config.max_queue_size
             queued = self._num_unseen + len(self._engine.scheduler.waiting)
             if limit and queued + len(requests) > limit:
                 raise QueueFullError(
                     f"{queued} requests are waiting and max_queue_size is {limit}; {len(requests)} more do not fit, "
                     "try again later"
                 )
-            self._router.expect([request.request_id for request in requests])
+            self._router.expect([request.request_id for request in requests], handler)
             self._num_unseen += len(requests)
             self._inbox.put(partial(self._do_add, requests, tokenizer))
         return True
@@ -541,7 +567,7 @@ class ContinuousBatchingManager:
             self._deliver(self._engine.scheduler.fail_all(RuntimeError("the manager was stopped (hard_stop=True)")))
         with self._lock:
             self._thread = None
-        self._router.close()
+            self._router.close()  # under the lock: `start()` may follow at once
         self._wake_pausers()
         logger.info("stopped: %s", self.config.model)
 
@@ -567,17 +593,24 @@ def _plain_tokens(input_ids: object, name: str) -> tuple[int, ...]:
     tokens = tuple(input_ids)
     if set(map(type, tokens)) <= {int}:
         return tokens
-    try:
-        if any(isinstance(token, bool) for token in tokens):
-            raise TypeError
-        return tuple(token.__index__() for token in tokens)
-    except (TypeError, AttributeError):
-        bad = next(token for token in tokens if isinstance(token, bool) or not hasattr(token, "__index__"))
-        raise TypeError(f"{name} must hold integers only, got {bad!r:.80} ({type(bad).__name__})") from None
+    return tuple(_plain_token(token, name) for token in tokens)
 
 
-def _stop_at_exit(reference: "weakref.ref[ContinuousBatchingManager]") -> None:
-    """End the thread before the interpreter takes the libraries away under it."""
-    manager = reference()
-    if manager is not None and manager.is_running():
-        manager.stop(hard_stop=True, timeout=10.0)
+def _plain_token(token: object, name: str) -> int:
+    if not isinstance(token, bool) and hasattr(token, "__index__"):
+        try:
+            return int(token.__index__())
+        except TypeError:  # a tensor of floats has the method, too
+            pass
+    raise TypeError(f"{name} must hold integers only, got {token!r:.80} ({type(token).__name__})")
+
+
+_started: "weakref.WeakSet[ContinuousBatchingManager]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """End the threads before the interpreter takes the libraries away under them."""
+    for manager in list(_started):
+        if manager.is_running():
+            manager.stop(hard_stop=True, timeout=10.0)

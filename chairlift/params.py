@@ -16,6 +16,7 @@ from typing import Any, NoReturn, cast
 from chairlift.errors import InvalidRequestError
 
 LogitsProcessor = Callable[..., Any]  # (token_ids: list[int], logits: Tensor[vocab]) -> Tensor[vocab]
+_LARGEST = (2 - 2**-23) * 2.0**127  # a float of 32 bits, which is what logits are
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 
 
@@ -142,8 +143,8 @@ def _number(name: str, value: object) -> float:
         number = float(cast("Any", value))
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        _refuse(name, value, "a finite number")
+    if not abs(number) <= _LARGEST:
+        _refuse(name, value, "a finite number, of 32 bits")
     return number
 
 

@@ -44,12 +44,13 @@ class Router:
         self._waiters: dict[str | None, _Waiters] = {}
         self._calls = _CallbackThread()
         self._cause: BaseException | None = None
-        self._closed = False
+        self._closed = True  # until `open()`
 
     # ------------------------------------------------------------------ the engine's side
 
-    def expect(self, request_ids: Iterable[str]) -> None:
-        """Outputs of these requests will come. Raises ValueError for an id that is in use, and then takes none."""
+    def expect(self, request_ids: Iterable[str], callback: Callback | None = None) -> None:
+        """Outputs of these requests will come, and go to `callback` (on the callback thread) if there is one. Raises
+        ValueError for an id that is in use, and then takes none."""
         ids = list(request_ids)
         with self._lock:
             for request_id in ids:
@@ -60,6 +61,12 @@ class Router:
             if len(set(ids)) < len(ids):
                 raise ValueError(f"request ids must differ, got {ids}")
             self._expected.update(ids)
+            if callback is not None:
+                self._handlers.update(dict.fromkeys(ids, (callback, None)))
+
+    def expects(self, request_id: str) -> bool:
+        """Whether this id is in use."""
+        return request_id in self._expected
 
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand out a step's outputs; wakes each waiting thread and each event loop once."""
