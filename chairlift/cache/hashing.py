@@ -74,8 +74,8 @@ class PrefixIndex:
         self._step = step
         for parent, children in self._fresh.items():
             ready = self._ready.setdefault(parent, [])
-            ready += children
-            ready.sort()
+            for child in children:
+                insort(ready, child)
         self._fresh.clear()
 
     def add(self, block: int, parent: Parent, content: bytes) -> None:

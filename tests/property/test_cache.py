@@ -249,6 +249,9 @@ class CacheMachine(RuleBasedStateMachine):
             assert missing > available
             assert [len(table) for table in seq.kv.tables] == [len(table) for table in held]
             return False
+        for window, table in zip(self.windows, seq.kv.tables, strict=True):
+            behind = 0 if window is None else max(0, start - window + 1) // self.page_size
+            assert all(block == NULL_BLOCK for block in table[:behind]), "a block behind the window is still held"
         seq.entries = self.compute(seq, seq.entries, end)
         seq.num_computed = end
         seq.in_plan = True
@@ -298,4 +301,4 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestCache.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

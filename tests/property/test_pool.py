@@ -114,7 +114,20 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_what_was_freed_last_is_handed_out_first_and_new_blocks_before_cached_ones() -> None:
+    pool = BlockPool(5)
+    assert pool.allocate(3) == [1, 2, 3]
+    pool.index.add(2, (0, root_key(b"", 0)), encode([7]))
+    pool.release([1, 2, 3])
+    assert pool.allocate(2) == [3, 1]
+    assert pool.allocate(2) == [4, 5]
+    assert pool.num_cached == 1
+    assert pool.allocate(2) is None
+    assert pool.allocate(1) == [2]
+    assert len(pool.index) == 0
 
 
 @pytest.mark.parametrize("block", [1, 2])
