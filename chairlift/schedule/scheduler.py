@@ -203,7 +203,8 @@ class Scheduler:
             if self.running and free_share < self.safety_margin:
                 return
             seq = self.policy.select(self.waiting)
-            if seq.num_promised or not self._take_blocks(seq):
+            awaits_step = seq.num_promised or not seq.num_pending  # gave way with its last step in flight
+            if awaits_step or not self._take_blocks(seq):
                 return
 
     def _take_blocks(self, seq: Sequence) -> bool:

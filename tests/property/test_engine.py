@@ -341,7 +341,7 @@ TestEngine = EngineMachine.TestCase
 TestEngine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), 695, 722])  # the last two have failed
 def test_random_workloads(seed: int) -> None:
     """Denser than what hypothesis draws: many requests side by side, in pools that hold few of them."""
     rng = random.Random(seed)
