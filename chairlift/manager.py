@@ -36,6 +36,7 @@ class ServedModel(Protocol):
     """What the manager asks of the model's side."""
 
     vocab_size: int
+    restart_length: int | None  # a sequence with more tokens than this has all its KV computed anew
 
     def refresh_weights(self, force: bool = False) -> bool:
         """Rebuild what was derived from weights that have changed. True if any had, or by force."""
@@ -341,7 +342,12 @@ class ContinuousBatchingManager:
     ) -> list[Request]:
         """The requests of one prompt: itself and, for `num_return_sequences`, its children."""
         share = self.config.allow_block_sharing
-        salt = self._model.prefix_salt(len(prompt)) + (b"" if share else os.urandom(16))
+        own = b"" if share else os.urandom(16)
+        salt = self._model.prefix_salt(len(prompt)) + own
+        restart_length = self._model.restart_length
+        restart = None
+        if restart_length is not None and len(prompt) <= restart_length:
+            restart = restart_length, self._model.prefix_salt(restart_length + 1) + own
         seed = params.seed if params.seed is not None else self._next_seed()
         return [
             Request(
@@ -352,6 +358,7 @@ class ContinuousBatchingManager:
                 max_length=max_length,
                 seed=child_seed(seed, child),
                 salt=salt,
+                restart=restart,
                 share_prefix=share,
                 match_prefix=params.prompt_logprobs is None and (share or params.num_return_sequences > 1),
                 streaming=streaming,

@@ -33,6 +33,7 @@ class Request:
     max_length: int  # tokens of prompt and answer together, at most
     seed: int
     salt: bytes = b""  # requests share cached KV only under equal salts
+    restart: tuple[int, bytes] | None = None  # with more tokens than this, all KV is computed anew under this salt
     share_prefix: bool = True  # False: forget the KV at the end; only children of the same call share it
     match_prefix: bool = True  # False: compute every prompt token (prompt logprobs need all logits)
     streaming: bool = False
@@ -107,6 +108,7 @@ class Sequence:
         "planned_step",
         "prompt_logprobs",
         "request",
+        "restart_length",
         "serial",
         "slot",
         "stop_ids",
@@ -124,6 +126,7 @@ class Sequence:
         self.tokens: list[int] = list(request.prompt_ids)  # the prompt and every sampled token the host has seen
         self.num_prompt = len(self.tokens)
         self.max_length = request.max_length
+        self.restart_length = request.max_length if request.restart is None else request.restart[0]
         self.num_computed = 0  # positions whose KV has been enqueued
         self.num_promised = 0  # samples launched but not yet seen by the host
         self.num_emitted = self.num_prompt  # tokens that the last output held

@@ -30,6 +30,7 @@ HOOKS = (
     "_forward_pre_hooks_with_kwargs",
 )
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
+RESTARTED = {"phi3", "phimoe", "phi4_multimodal"}  # the other models keep the KV of short factors when they grow long
 UNBOUNDED = 1 << 20  # tokens, for a model that states no context length
 
 
@@ -77,6 +78,13 @@ class Shadow:
     def ropes(self) -> list[RopeTable]:
         """Rotary embeddings whose factors depend on the length of the sequence."""
         return [m for m in self.module.modules() if isinstance(m, RopeTable) and m.kind != "default"]
+
+    @property
+    def restart_length(self) -> int | None:
+        """Tokens after which `generate` computes all KV anew with the long factors, for the models that do so."""
+        if self.module.config.get_text_config().model_type not in RESTARTED:
+            return None
+        return min((rope.original_length for rope in self.ropes if rope.kind == "longrope"), default=None)
 
     def _swap_layers(self, parent: nn.Module) -> None:
         for name, child in list(parent.named_children()):

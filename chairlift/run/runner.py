@@ -69,6 +69,7 @@ class ModelRunner:
         self, shadow: Shadow, layout: CacheLayout, layers: list[LayerSpec], config: ResolvedConfig, vocab_size: int
     ) -> None:
         self.vocab_size = vocab_size
+        self.restart_length = shadow.restart_length
         self._shadow = shadow
         self._layout = layout
         self._storage = KVStorage(
@@ -174,11 +175,13 @@ class ModelRunner:
         )
 
     def _set_rope_regimes(self, inputs: StepInputs) -> None:
-        """Each token's RoPE follows the length its own request had: the prompt's, then one more with every token."""
+        """Each token's RoPE follows the length its own request had: the prompt's, then one more with every token.
+
+        A sequence that was computed anew counts as a prompt of the length it had then."""
         if not (ropes := self._shadow.ropes):
             return
-        num_prompt = self._slots.num_prompt[inputs.slots][inputs.row_of_token]
-        lengths = np.maximum(num_prompt, inputs.positions + 1).tolist()
+        given = self._slots.num_prompt if self.restart_length is None else self._slots.num_known
+        lengths = np.maximum(given[inputs.slots][inputs.row_of_token], inputs.positions + 1).tolist()
         for rope in ropes:
             regimes = [rope.regime(length) for length in lengths]
             rope.regimes = regimes if any(regimes) else None

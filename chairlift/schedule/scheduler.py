@@ -187,7 +187,8 @@ class Scheduler:
 
     def _must_wait(self, seq: Sequence) -> bool:
         """Whether a step in flight must be committed before this sequence can go on."""
-        return seq.request.params.needs_host_tokens or len(seq.tokens) + seq.num_promised >= seq.max_length
+        length = len(seq.tokens) + seq.num_promised
+        return seq.request.params.needs_host_tokens or length >= seq.max_length or length > seq.restart_length
 
     def _chunk(self, seq: Sequence, pending: int, kept_for_decoders: int) -> int:
         """How many of the pending tokens this step computes, at least one."""
@@ -287,6 +288,17 @@ class Scheduler:
         seq.num_computed = 0
         self._unseat(seq)
 
+    def _restart(self, seq: Sequence) -> None:
+        """Compute all KV anew under another salt: with this length the model changes what it makes of every token."""
+        assert seq.request.restart is not None
+        self.cache.release(seq.kv)
+        seq.kv = self.cache.new(seq.request.restart[1])
+        seq.num_computed = 0
+        seq.restart_length = seq.max_length
+        seq.wants_prompt_logprobs = False  # those of the prompt alone hold
+        if seq.slot >= 0:
+            self._unseat(seq)
+
     def _unseat(self, seq: Sequence) -> None:
         self.running.remove(seq)
         self._free_slots.append(seq.slot)
@@ -321,8 +333,11 @@ class Scheduler:
                     outputs.append(self._finish(seq, RequestStatus.FINISHED, "stop", stop_reason=token))
                 elif len(seq.tokens) >= seq.max_length:
                     outputs.append(self._finish(seq, RequestStatus.FINISHED, "length"))
-                elif seq.emits_steps:
-                    outputs.append(seq.output())
+                else:
+                    if seq.emits_steps:
+                        outputs.append(seq.output())
+                    if len(seq.tokens) > seq.restart_length:
+                        self._restart(seq)
             elif row.start + row.num_tokens >= seq.max_length:
                 outputs.append(self._finish(seq, RequestStatus.FINISHED, "length"))
         return outputs
