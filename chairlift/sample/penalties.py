@@ -122,13 +122,13 @@ class Transcript:
     """The tokens of one sequence on the host, and what they forbid next."""
 
     def __init__(self, tokens: Iterable[int], params: SamplingParams) -> None:
-        self.tokens: list[int] = []
+        self.tokens: list[int] = list(tokens)
         self._processor: LogitsProcessor | None = params.logits_processor
         self._words = [word for word in params.bad_words_ids if len(word) > 1]
         self._ngram_size = params.no_repeat_ngram_size
         self._followers: dict[tuple[int, ...], list[int]] = {}  # of the first n - 1 tokens of an n-gram
-        for token in tokens:
-            self.append(token)
+        for ngram in zip(*(self.tokens[i:] for i in range(self._ngram_size)), strict=False):
+            self._followers.setdefault(ngram[:-1], []).append(ngram[-1])
 
     def append(self, token: int) -> None:
         """The sequence goes on with this token."""

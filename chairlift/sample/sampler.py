@@ -21,7 +21,8 @@ from chairlift.sample import filters
 from chairlift.sample.penalties import SeenTokens, Transcript
 from chairlift.sample.tensors import EDITS, Feature, HostCopy, SlotTable, having, pick, to_device, uniforms
 
-_PROMPT_ROWS = 64  # of the prompt at a time, so that their logprobs do not need memory for all at once
+# Rows are taken in parts: what is made of them stays in the caches of a CPU, and is small beside a GPU's memory.
+_CPU_PART, _GPU_PART = 1 << 18, 1 << 27  # logits: for each thread; at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +133,37 @@ class Sampler:
         """
         where = np.asarray(positions, np.int64)
         rows = self._table.rows(slots, where)
+        step = _rows_at_a_time(logits)
+        parts = [
+            self._sample_part(
+                logits[at : at + step], slots[at : at + step], rows[at : at + step], where[at : at + step]
+            )
+            for at in range(0, len(rows), step)
+        ]
+        if len(parts) == 1:
+            tokens, valid, faults, scored = parts[0]
+        else:
+            tokens, valid = torch.cat([part.tokens for part in parts]), torch.cat([part.valid for part in parts])
+            faults = {i * step + row: error for i, part in enumerate(parts) for row, error in part.faults.items()}
+            scored = [(i * step + index, each) for i, part in enumerate(parts) for index, each in part.scored]
+        return SampledTokens(tokens, faults, HostCopy([tokens, valid]), scored)
+
+    @torch.no_grad()
+    def prompt_logprobs(self, logits: Tensor, targets: Tensor, num_top: int) -> list[TokenLogprobs]:
+        """Logprobs of given tokens under logits as the model made them.
+
+        logits: [num_tokens, vocab]; targets: [num_tokens] int64, the token that follows each; `num_top`: how many of
+        the most likely ones come with each. The answer is in parts, to be chained in order.
+        """
+        step = _rows_at_a_time(logits)
+        return [
+            _score(_widened(logits[at : at + step]).log_softmax(-1), targets[at : at + step], num_top)
+            for at in range(0, len(logits), step)
+        ]
+
+    def _sample_part(
+        self, logits: Tensor, slots: Sequence[int], rows: NDArray[Any], positions: NDArray[np.int64]
+    ) -> "_Part":
         faults: dict[int, Exception] = {}
         choices: list[_Choice] = []
         plain, work = np.flatnonzero(rows["features"] == 0), np.flatnonzero(rows["features"])
@@ -145,27 +177,11 @@ class Sampler:
                 choices.append(_most_likely(work[greedy], pick(edited, greedy)))
             if len(drawn):
                 index = work[drawn]
-                choices.append(_drawn(index, pick(edited, drawn), rows[index], where[index]))
-        tokens, valid = _assembled(choices, len(rows))
+                choices.append(_drawn(index, pick(edited, drawn), rows[index], positions[index]))
+        tokens, valid = _assembled(choices)
         self._remember(tokens, slots, rows)
         scored = [each for choice in choices for each in _scored(choice, logits, rows)]
-        return SampledTokens(tokens, faults, HostCopy([tokens, valid]), scored)
-
-    @torch.no_grad()
-    def prompt_logprobs(self, logits: Tensor, targets: Tensor, num_top: int) -> list[TokenLogprobs]:
-        """Logprobs of given tokens under logits as the model made them.
-
-        logits: [num_tokens, vocab]; targets: [num_tokens] int64, the token that follows each; `num_top`: how many of
-        the most likely ones come with each. The answer is in parts, to be chained in order.
-        """
-        return [
-            _score(
-                _widened(logits[first : first + _PROMPT_ROWS]).log_softmax(-1),
-                targets[first : first + _PROMPT_ROWS],
-                num_top,
-            )
-            for first in range(0, len(logits), _PROMPT_ROWS)
-        ]
+        return _Part(tokens, valid, faults, scored)
 
     def _edited(
         self,
@@ -231,6 +247,20 @@ class Sampler:
         return to_device(array, self._device)
 
 
+def _rows_at_a_time(logits: Tensor) -> int:
+    part = _CPU_PART * torch.get_num_threads() if logits.is_cpu else _GPU_PART
+    return max(part // logits.shape[-1], 1)
+
+
+class _Part(NamedTuple):
+    """What became of some of the rows; they count from the first of them."""
+
+    tokens: Tensor  # [num_rows] int64
+    valid: Tensor  # [num_rows] bool
+    faults: dict[int, Exception]
+    scored: list[tuple[NDArray[np.intp], TokenLogprobs]]
+
+
 class _Choice(NamedTuple):
     """The tokens of some rows, and the logits by which they were chosen."""
 
@@ -240,7 +270,7 @@ class _Choice(NamedTuple):
 
 
 def _widened(logits: Tensor) -> Tensor:
-    return logits.to(torch.float32)
+    return logits.to(torch.float32).contiguous()
 
 
 def _most_likely(index: NDArray[np.intp], logits: Tensor) -> _Choice:
@@ -270,7 +300,7 @@ _FILTERS: tuple[tuple[Feature, str, Callable[[Tensor, NDArray[Any]], None]], ...
 )
 
 
-def _assembled(choices: list[_Choice], num_rows: int) -> tuple[Tensor, Tensor]:
+def _assembled(choices: list[_Choice]) -> tuple[Tensor, Tensor]:
     """Tokens of all rows, [num_rows] int64, and which of them are tokens at all, [num_rows] bool."""
     parts = [(c.tokens, c.logits.gather(1, c.tokens[:, None])[:, 0] > -torch.inf) for c in choices]
     if len(parts) == 1:
