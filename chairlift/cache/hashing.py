@@ -47,6 +47,9 @@ class Hit(NamedTuple):
     num_tokens: int = 0
 
 
+NOTHING = Hit()
+
+
 class PrefixIndex:
     """Finds blocks by what they hold.
 
@@ -134,6 +137,10 @@ class PrefixIndex:
 
 def _nearest(children: Sequence[Child], content: bytes) -> Hit:
     """In sorted children, the longest common beginning is next to where `content` would stand."""
+    best = NOTHING
     at = bisect_left(children, (content, 0))
-    hits = (Hit(block, num_common(child, content)) for child, block in children[max(0, at - 1) : at + 1])
-    return max((hit for hit in hits if hit.num_tokens), key=lambda hit: hit.num_tokens, default=Hit())
+    for child, block in children[max(0, at - 1) : at + 1]:
+        num_tokens = num_common(child, content)
+        if num_tokens > best.num_tokens:
+            best = Hit(block, num_tokens)
+    return best
