@@ -29,6 +29,7 @@ constexpr int kTileRows = 2, kTileVectors = 1;
 constexpr int64_t kBlockRows = 128;     // rows of a task at most: its sums stay in the cache
 constexpr int64_t kMinBlockRows = 32;   // and at least, where a product is cut to occupy all threads
 constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kLine = 64;           // bytes that a prefetch brings
 constexpr int64_t kAhead = 3072;        // bytes between what is multiplied and what is prefetched
 
 // Prefetching: the panel being read, `kAhead` bytes ahead (panels are neighbours, so this runs on into the next one), or
@@ -51,7 +52,7 @@ template <class T> CL_INLINE int64_t panel_size(int64_t K) {
   return divide_up(K, Multiply<T>::depth) * Multiply<T>::depth * kPanel;
 }
 
-template <class T, int R, bool near> CL_INLINE void multiply_columns(const Tile<T> &tile, int first_vector) {
+template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const Tile<T> &tile, int first_vector) {
   using M = Multiply<T>;
   constexpr int depth = M::depth, width = kLanes * depth;
   const T *right = tile.panel + first_vector * width;
@@ -71,12 +72,11 @@ template <class T, int R, bool near> CL_INLINE void multiply_columns(const Tile<
 #pragma GCC unroll 3
     for (int j = 0; j < kTileVectors; j++) {
       columns[j] = M::load(right + j * width);
-      if (near) prefetch_near(reinterpret_cast<const char *>(right + j * width) + kAhead);
+      if (far_lines == 0) prefetch_near(reinterpret_cast<const char *>(right + j * width) + kAhead);
     }
-    if (!near) {
-      prefetch_far(next);
-      next += next_step;
-    }
+#pragma GCC unroll 2
+    for (int line = 0; line < far_lines; line++) prefetch_far(next + line * kLine);
+    next += next_step;
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 3
@@ -100,9 +100,11 @@ template <class T, int R, bool near> CL_INLINE void multiply_columns(const Tile<
 template <class T, int R> void multiply_tile(const Tile<T> &tile) {
   for (int j = 0; j < kPanelVectors; j += kTileVectors) {
     if (tile.ahead.bytes_per_step == 0)
-      multiply_columns<T, R, true>(tile, j);
+      multiply_columns<T, R, 0>(tile, j);
+    else if (tile.ahead.bytes_per_step <= kLine)
+      multiply_columns<T, R, 1>(tile, j);
     else
-      multiply_columns<T, R, false>(tile, j);
+      multiply_columns<T, R, 2>(tile, j);
   }
 }
 
@@ -161,7 +163,7 @@ template <class T> struct Product {
   void run(const T *panel, const char *next, int64_t next_bytes, float *sums) const {
     int64_t count = rows.end - rows.begin, tiles = divide_up(count, kTileRows);
     int64_t steps = tiles * (kPanelVectors / kTileVectors) * (K / Multiply<T>::depth);
-    Ahead ahead{next, tiles > 2 && next_bytes > 0 ? next_bytes / steps + 1 : 0};
+    Ahead ahead{next, tiles > 1 && next_bytes > 0 ? next_bytes / steps + 1 : 0};
     for (int64_t i = 0; i < tiles; i++) {
       Range part = part_of(count, i, tiles);  // heights differ by one at most
       int height = static_cast<int>(part.end - part.begin);
