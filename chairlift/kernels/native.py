@@ -235,6 +235,50 @@ def gated(x: Tensor, packed: Packed, out: Tensor, activation: Activation, *, row
     return operation(Code.GATED, packed.dtype, pointers, numbers, rows=rows)
 
 
+def rope_store(
+    q: Tensor,  # [tokens, q_heads * head_dim], rotated in place; rows may be far apart, heads are neighbours
+    k: Tensor,  # [tokens, kv_heads * head_dim], rotated in place
+    v: Tensor,  # [tokens, kv_heads * head_dim]
+    rotation: tuple[Tensor, Tensor] | None,  # cos and sin [tokens, rotary_dim]
+    cache: Tensor,  # the layer's blocks
+    *,
+    head_dim: int,
+    group: int,
+    norms: tuple[Tensor, Tensor] | None = None,  # of each query and each key head [head_dim]
+    flags: NormFlags = NormFlags(0),
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> ClOp:
+    """Norm and rotate queries and keys in place, write keys and values to the pages."""
+    cos, sin = rotation or (None, None)
+    q_norm, k_norm = norms or (None, None)
+    pointers = tuple(map(_address, (q, k, v, cos, sin, q_norm, k_norm, cache)))
+    rotary_dim, cos_stride = (0, 0) if cos is None else (cos.shape[1], cos.stride(0))
+    sizes = (q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, rotary_dim)
+    numbers = (*sizes, q.stride(0), k.stride(0), v.stride(0), cos_stride, group, flags, interleaved)
+    return operation(Code.ROPE_STORE, q.dtype, pointers, numbers, (eps, 0.0))
+
+
+def attend(
+    q: Tensor,  # [tokens, q_heads * head_dim]
+    cache: Tensor,
+    out: Tensor,  # [tokens, q_heads * head_dim]
+    *,
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # float32 [q_heads]
+) -> ClOp:
+    """out = causal attention of each token over the pages of its request."""
+    pointers = (q.data_ptr(), cache.data_ptr(), out.data_ptr(), _address(sinks))
+    sizes = (q.shape[1] // head_dim, kv_heads, head_dim)
+    numbers = (*sizes, q.stride(0), out.stride(0), group, window or 0)
+    return operation(Code.ATTEND, q.dtype, pointers, numbers, (scale, softcap or 0.0))
+
+
 class Native:
     """A loaded library: packs weights, runs operations and programs. One for each instruction set."""
 
