@@ -183,6 +183,10 @@ class Router:
     def register(self, request_id: str, callback: Callback) -> None:
         """Send this request's outputs, those waiting first, to `callback`: on the event loop that runs in the calling
         thread if one does, else on the router's callback thread. A callback that raises is logged and harms nobody."""
+        self._adopt(request_id, callback)
+
+    def _adopt(self, request_id: str, callback: Callback) -> bool:
+        """`register`; False if there is nothing to send and nothing will come."""
         try:
             loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -198,19 +202,20 @@ class Router:
                     self._calls.put(callback, output)
                 else:
                     loop.call_soon(partial(_call, callback, output))
+            return bool(waiting) or request_id in self._expected
 
-    def unregister(self, request_id: str) -> None:
-        """Outputs of this request wait to be taken again."""
+    def _disown(self, request_id: str, callback: Callback) -> None:
+        """Outputs of this request wait to be taken again, unless they go to somebody else by now."""
         with self._lock:
-            self._handlers.pop(request_id, None)
+            if request_id in self._handlers and self._handlers[request_id][0] is callback:
+                del self._handlers[request_id]
 
     async def stream(self, request_id: str) -> AsyncIterator[GenerationOutput]:
         """Outputs of one request until its terminal one. Raises EngineDeadError if the engine dies first."""
         outputs: asyncio.Queue[GenerationOutput] = asyncio.Queue()
-        with self._lock:
-            if self._cause is None and request_id not in self._expected and request_id not in self._by_request:
-                return
-        self.register(request_id, outputs.put_nowait)
+        callback = outputs.put_nowait
+        if not self._adopt(request_id, callback):
+            return
         try:
             while True:
                 output = await outputs.get()
@@ -220,7 +225,7 @@ class Router:
                 if output.is_finished():
                     return
         finally:
-            self.unregister(request_id)
+            self._disown(request_id, callback)
 
     def shut_down(self) -> None:
         """End the callback thread once it has made the calls it was given."""
@@ -230,7 +235,9 @@ class Router:
 def _call(callback: Callback, output: GenerationOutput) -> None:
     try:
         callback(output)
-    except Exception:
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # a SystemExit too: it would end the thread that all other callbacks need
         logger.exception("the result handler of request %r raised", output.request_id)
 
 
