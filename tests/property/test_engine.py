@@ -216,14 +216,13 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             if not self.engine.has_work:
                 return
-            oldest = min(self.scheduler._live.values(), key=lambda seq: seq.serial, default=None)
-            before = (oldest.num_computed, oldest.num_promised) if oldest is not None else (0, 0)
+            oldest = next(iter([*self.scheduler.running, *self.scheduler.waiting.values()]), None)
+            nothing_in_flight = not self.engine._in_flight
             self.device.last_plan = None
-            num_in_flight = len(self.engine._in_flight)
             outputs = self.engine.step()
-            assert len(self.engine._in_flight) < max(self.depth, 1)
+            assert len(self.engine._in_flight) < self.depth
             self.check_plan()
-            if oldest is not None and not before[1] and not num_in_flight:
+            if oldest is not None and nothing_in_flight:
                 plan = self.device.last_plan
                 assert plan is not None
                 assert oldest.serial in {row.sequence_id for row in plan.rows}, "the oldest did not progress"
