@@ -27,15 +27,21 @@ class KVStorage:
         num_host_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
+        unit: int = 0,
     ) -> None:
-        elements = layout.page_bytes // (2 * dtype.itemsize)
+        """`unit`: 0 keeps keys apart from values; kernels with a layout of their own fill a page unit after unit, keys
+        and values of `unit` tokens together."""
+        planes = 1 if unit else 2
+        elements = layout.page_bytes // (planes * dtype.itemsize)
         self._token_elements = elements // layout.page_size
-        self._pages = _zeros((layout.num_storages, 2, 1 + num_blocks, elements), dtype, device)
+        self._unit = unit or 1
+        self._pages = _zeros((layout.num_storages, planes, 1 + num_blocks, elements), dtype, device)
         # In host memory a block is contiguous, so that a swap is one transfer.
-        self._host = _host_memory((1 + num_host_blocks, layout.num_storages, 2, elements), dtype, device)
+        self._host = _host_memory((1 + num_host_blocks, layout.num_storages, planes, elements), dtype, device)
+        self._storage_of = {layer.index: layout.place(layer.index)[1] for layer in layers}
         self._views: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer in layers:
-            _, storage = layout.place(layer.index)
+        for layer in layers if planes == 2 else ():
+            storage = self._storage_of[layer.index]
             used = layout.page_size * layer.num_kv_heads * layer.head_dim
             shape = (1 + num_blocks, layout.page_size, layer.num_kv_heads, layer.head_dim)
             keys, values = self._pages[storage, :, :, :used]
@@ -45,6 +51,10 @@ class KVStorage:
     def nbytes(self) -> int:
         """Device memory, in bytes; on a CPU only what was written to is committed."""
         return self._pages.nbytes
+
+    def pages(self, layer: int) -> Tensor:
+        """All pages of a layer, `[1 + num_blocks, elements]`, in the layout of the kernels; only with a `unit`."""
+        return self._pages[self._storage_of[layer], 0]
 
     def key(self, layer: int) -> Tensor:
         """Keys of a layer, `[1 + num_blocks, page_size, num_kv_heads, head_dim]`; dimension 0 is the block id.
@@ -60,7 +70,7 @@ class KVStorage:
     def copy(self, copies: Iterable[BlockCopy]) -> None:
         """Execute copies one after the other, each seeing what those before it wrote."""
         for kind, source, target, num_tokens in copies:
-            elements = num_tokens * self._token_elements
+            elements = -(-num_tokens // self._unit) * self._unit * self._token_elements
             match kind:
                 case "copy":
                     self._device(target, elements).copy_(self._device(source, elements))

@@ -4,28 +4,32 @@ Every implementation keeps the contract of `reference`: the bits of a row do not
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from chairlift.kernels import reference
+from chairlift.kernels.native import Native
+from chairlift.kernels.native import native as machine_kernels
 from chairlift.kernels.plan import AttentionPlan, KVLayout, Scratch, build_attention_plan
 from chairlift.kernels.reference import PackedLinear
 
-__all__ = ["AttentionPlan", "KVLayout", "Ops", "PackedLinear", "Scratch", "ops_for"]
+__all__ = ["AttentionPlan", "KVLayout", "Native", "Ops", "PackedLinear", "Scratch", "ops_for"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
     """The operators of one device; signatures and shapes are those of `reference` and `plan`."""
 
-    pack_linear: Callable[..., PackedLinear]
-    linear: Callable[[Tensor, PackedLinear], Tensor]
+    pack_linear: Callable[..., Any]  # its result is for `linear` alone
+    linear: Callable[[Tensor, Any], Tensor]
     elementwise: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
     build_attention_plan: Callable[..., AttentionPlan]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
+    native: Native | None = None  # the C++ kernels, where there are any
 
 
 REFERENCE = Ops(
@@ -44,4 +48,6 @@ def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
     """The fastest operators for models of `dtype` on `device`. Raises `ValueError` where there are none."""
     if device.type != "cpu" or dtype not in _DTYPES:
         raise ValueError(f"no operators for {dtype} on {device}; use float32, bfloat16 or float16 on the CPU")
-    return REFERENCE
+    if (kernels := machine_kernels()) is None:
+        return REFERENCE
+    return replace(REFERENCE, pack_linear=kernels.pack, linear=kernels.linear, native=kernels)

@@ -245,7 +245,7 @@ def rope_store(
     head_dim: int,
     group: int,
     norms: tuple[Tensor, Tensor] | None = None,  # of each query and each key head [head_dim]
-    flags: NormFlags = NormFlags(0),
+    flags: int = 0,  # NormFlags
     eps: float = 0.0,
     interleaved: bool = False,
 ) -> ClOp:

@@ -16,7 +16,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from chairlift.cache.storage import KVStorage
 from chairlift.errors import UnsupportedModelError
-from chairlift.kernels import AttentionPlan, Ops
+from chairlift.kernels import AttentionPlan, Native, Ops, native
+from chairlift.kernels.native import ClStep
 
 ATTENTION = "chairlift"
 DISCOVERY = "chairlift-discovery"  # the same, but layers are also asked which mask they mean
@@ -149,8 +150,8 @@ class Recorder:
         return query.new_zeros(1, query.shape[2], call.num_heads, call.value_dim)
 
 
-class AttentionBatch:
-    """One step's attention: store the new KV of every layer, then attend over the pages.
+class ReferenceStep:
+    """One step's attention by the PyTorch operators: store the new KV of every layer, then attend over the pages.
 
     Plans and slot mappings are made once per step for each group of layers and shared by the layers of the group.
     """
@@ -184,3 +185,69 @@ class AttentionBatch:
             sinks=sinks,
         )
         return out[None, :, :, : call.value_dim]
+
+
+class NativeStep:
+    """One step's attention by the C++ kernels, straight from the block tables."""
+
+    def __init__(
+        self, kernels: Native, storage: KVStorage, groups: Mapping[int, int], step: ClStep, memory: object
+    ) -> None:
+        """`memory`: what the addresses in `step` point to."""
+        self.step = step
+        self._memory = memory
+        self._kernels = kernels
+        self._storage = storage
+        self._groups = groups  # by layer
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None
+    ) -> Tensor:
+        if call.value_dim < call.head_dim:
+            value = nn.functional.pad(value, (0, call.head_dim - call.value_dim))
+        q, k, v = (_rows(tensor) for tensor in (query, key, value))
+        out = self.store_and_attend(layer, q, k, v, call, sinks, None)
+        return out.view(1, -1, call.num_heads, call.head_dim)[..., : call.value_dim]
+
+    def store_and_attend(
+        self,
+        layer: int,
+        q: Tensor,  # [T, H * D]
+        k: Tensor,  # [T, G * D]
+        v: Tensor,  # [T, G * D]
+        call: LayerCall,
+        sinks: Tensor | None,
+        rope: "RopeStyle | None",
+    ) -> Tensor:  # [T, H * D]
+        """Norm and rotate q and k in place as `rope` says, write k and v to the pages, attend."""
+        pages, group = self._storage.pages(layer), self._groups[layer]
+        head: dict[str, Any] = {"head_dim": call.head_dim, "group": group}
+        rotation, style = (None, {}) if rope is None else (rope.rotation, rope.style)
+        self._kernels.run(native.rope_store(q, k, v, rotation, pages, **head, **style), 1, self.step)
+        out = q.new_empty(q.shape[0], q.shape[1])
+        op = native.attend(
+            q,
+            pages,
+            out,
+            **head,
+            kv_heads=call.num_kv_heads,
+            scale=call.scale,
+            window=call.window,
+            softcap=call.softcap,
+            sinks=None if sinks is None else sinks.float(),
+        )
+        self._kernels.run(op, 1, self.step)
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeStyle:
+    """How a layer turns queries and keys before it stores them."""
+
+    rotation: tuple[Tensor, Tensor] | None  # cos and sin [T, rotary_dim]
+    style: Mapping[str, Any]  # further arguments of `native.rope_store`
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[1, heads, T, D] as [T, heads * D]."""
+    return heads[0].transpose(0, 1).reshape(heads.shape[2], -1)

@@ -4,24 +4,28 @@ Knows the shadow model, the KV storage and the sampler. Does not decide anything
 sits in which slot is all in the plan.
 """
 
+import ctypes
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from chairlift.cache.layout import CacheLayout, LayerSpec
 from chairlift.cache.storage import KVStorage
 from chairlift.config import ResolvedConfig
 from chairlift.errors import UnsupportedModelError
-from chairlift.kernels import KVLayout, Scratch
-from chairlift.model.attention import AttentionBatch
+from chairlift.kernels import KVLayout, Native, Scratch
+from chairlift.kernels.native import ClGroup, ClStep
+from chairlift.model.attention import NativeStep, Plan, ReferenceStep
 from chairlift.model.loader import Shadow
 from chairlift.run.inputs import SlotState, StepInputs
 from chairlift.sample.sampler import SampledTokens, Sampler, TokenLogprobs
 from chairlift.schedule.plan import ScheduledBatch, ScheduledRow, Seat, TableUpdate
 
+UNIT = 16  # tokens and numbers that the C++ attention takes together: pages and heads must be multiples
 PROBE_TOKENS = 7  # of the start-up probe
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}  # of the logits' mean size
 
@@ -72,8 +76,11 @@ class ModelRunner:
         self.restart_length = shadow.restart_length
         self._shadow = shadow
         self._layout = layout
+        fits = layout.page_size % UNIT == 0 and all(layer.head_dim % UNIT == 0 for layer in layers)
+        self._native = shadow.ops.native if fits else None
+        unit = UNIT if self._native else 0
         self._storage = KVStorage(
-            layout, layers, config.num_blocks, config.num_host_blocks, shadow.dtype, shadow.device
+            layout, layers, config.num_blocks, config.num_host_blocks, shadow.dtype, shadow.device, unit
         )
         num_slots = config.max_requests_per_batch
         max_blocks = -(-(config.max_sequence_length + 1) // layout.page_size) + 1
@@ -81,13 +88,22 @@ class ModelRunner:
         self._sampler = Sampler(self._num_logits(), num_slots, shadow.device)
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=shadow.device)
         self._scratch = Scratch()
+        tables = self._slots.tables
+        self._cl_groups = (ClGroup * len(tables))(*(self._cl_group(table) for table in tables))
         room = (config.num_blocks // len(layout.groups)) * layout.page_size
         self.probe_tokens = [i % vocab_size for i in range(min(PROBE_TOKENS, config.max_sequence_length, room))]
         self._groups = {layer.index: layout.place(layer.index)[0] for layer in layers}
-        self._layouts = {layer.index: KVLayout.of(self._storage.key(layer.index)) for layer in layers}
+        self._layouts = {
+            layer.index: KVLayout.of(self._storage.key(layer.index)) for layer in layers if not self._native
+        }
 
     def _num_logits(self) -> int:
         return int(self._shadow.module.get_output_embeddings().weight.shape[0])
+
+    def _cl_group(self, table: NDArray[np.int32]) -> ClGroup:
+        """A group's block tables where they are: a request's row is its slot."""
+        block = self._layout.page_bytes // self._shadow.dtype.itemsize
+        return ClGroup(table.ctypes.data, table.shape[1], self._layout.page_size, block)
 
     # ------------------------------------------------------------------ what the manager asks of a served model
 
@@ -148,7 +164,23 @@ class ModelRunner:
             token_ids, torch.from_numpy(inputs.positions), self._attention(inputs), torch.from_numpy(inputs.keep)
         )
 
-    def _attention(self, inputs: StepInputs) -> AttentionBatch:
+    def _attention(self, inputs: StepInputs) -> Plan:
+        return self._reference_step(inputs) if self._native is None else self._native_step(self._native, inputs)
+
+    def _native_step(self, kernels: Native, inputs: StepInputs) -> NativeStep:
+        requests = np.stack(
+            (inputs.last_tokens + 1 - inputs.counts, inputs.counts, inputs.starts, inputs.slots), axis=1
+        ).astype(np.int32)
+        step = ClStep(
+            num_tokens=len(inputs.token_ids),
+            num_logits=len(inputs.keep),
+            num_requests=len(requests),
+            requests=requests.ctypes.data,
+            groups=ctypes.addressof(self._cl_groups),
+        )
+        return NativeStep(kernels, self._storage, self._groups, step, requests)
+
+    def _reference_step(self, inputs: StepInputs) -> ReferenceStep:
         page_size = self._layout.page_size
         lengths = inputs.starts + inputs.counts
         slot_mapping = [
@@ -167,7 +199,7 @@ class ModelRunner:
                     window=self._layout.groups[group].window,
                     scratch=self._scratch,
                 )
-        return AttentionBatch(
+        return ReferenceStep(
             self._shadow.ops,
             self._storage,
             {layer: plans[group, self._layouts[layer]] for layer, group in self._groups.items()},
