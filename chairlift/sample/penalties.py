@@ -126,17 +126,16 @@ class Transcript:
         self._processor: LogitsProcessor | None = params.logits_processor
         self._words = [word for word in params.bad_words_ids if len(word) > 1]
         self._ngram_size = params.no_repeat_ngram_size
-        self._followers: dict[tuple[int, ...], list[int]] = {}  # of the first n - 1 tokens of an n-gram
-        for ngram in zip(*(self.tokens[i:] for i in range(self._ngram_size)), strict=False):
-            self._followers.setdefault(ngram[:-1], []).append(ngram[-1])
+        self._ends: dict[int, list[int]] = {}  # by hash of an n-gram's first n - 1 tokens: where its last token is
+        if self._ngram_size:
+            for end in range(self._ngram_size - 1, len(self.tokens)):
+                self._index(end)
 
     def append(self, token: int) -> None:
         """The sequence goes on with this token."""
         self.tokens.append(token)
-        size = self._ngram_size
-        if size and len(self.tokens) >= size:
-            ngram = tuple(self.tokens[-size:])
-            self._followers.setdefault(ngram[:-1], []).append(token)
+        if self._ngram_size and len(self.tokens) >= self._ngram_size:
+            self._index(len(self.tokens) - 1)
 
     def banned(self, vocab_size: int) -> NDArray[np.int64]:
         """Tokens that would complete a bad word or repeat an n-gram."""
@@ -147,9 +146,15 @@ class Transcript:
             if len(word) <= len(tokens) + 1 and tuple(tokens[1 - len(word) :]) == word[:-1]
         ]
         if size and len(tokens) >= size:
-            banned += self._followers.get(tuple(tokens[len(tokens) + 1 - size :]), ())
+            beginning = tokens[len(tokens) + 1 - size :]
+            ends = self._ends.get(hash(tuple(beginning)), ())
+            banned += [tokens[end] for end in ends if tokens[end + 1 - size : end] == beginning]
         ids = np.array(banned, np.int64)
         return ids[ids < vocab_size]
+
+    def _index(self, end: int) -> None:
+        beginning = tuple(self.tokens[end + 1 - self._ngram_size : end])
+        self._ends.setdefault(hash(beginning), []).append(end)
 
     def process(self, logits: Tensor) -> None:
         """Let the request's own processor have a go at its row, in place; logits: [vocab] float32.

@@ -128,8 +128,8 @@ class Sampler:
     def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> SampledTokens:
         """One token per row, and what its slot's parameters ask for beside it.
 
-        logits: [num_rows, vocab], any float type, left as they are. positions[i]: the position of the token to be
-        sampled, which is the number of tokens before it.
+        logits: [num_rows, vocab] of any float type, at least one row; left as they are. positions[i]: the position of
+        the token to be sampled, which is the number of tokens before it.
         """
         where = np.asarray(positions, np.int64)
         rows = self._table.rows(slots, where)

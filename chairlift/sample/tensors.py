@@ -51,7 +51,8 @@ _ROW = np.dtype(
         ("frequency", np.float32),
     ]
 )
-_LOWEST_TEMPERATURE = 1e-30  # float32 still divides by it
+_FAR = 1 << 62  # further than any position, and still an int64
+_LEAST = 1e-30  # float32 still divides by it
 
 
 class SlotTable:
@@ -66,14 +67,14 @@ class SlotTable:
         self._rows[slot] = (
             features.value,
             fold_seed(seed),
-            num_prompt + params.min_new_tokens,
-            params.top_k,
+            min(num_prompt + params.min_new_tokens, _FAR),
+            min(params.top_k, _FAR),
             params.logprobs or 0,
-            max(params.temperature, _LOWEST_TEMPERATURE),
+            max(params.temperature, _LEAST),
             math.log(params.min_p) if params.min_p else -math.inf,
             params.top_p,
             params.typical_p,
-            params.repetition_penalty,
+            max(params.repetition_penalty, _LEAST),
             params.presence_penalty,
             params.frequency_penalty,
         )

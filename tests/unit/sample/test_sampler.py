@@ -66,6 +66,24 @@ def test_temperatures_of_all_kinds_in_one_batch():
     assert host.logprobs[5] == pytest.approx(-math.log(VOCAB))
 
 
+def test_values_at_the_edges_of_float32_and_beyond_int64():
+    logits = rows(8)
+    requests = [
+        params(temperature=3e38, bad_words_ids=[[3]]),
+        params(temperature=1e-300, repetition_penalty=3e38),
+        params(temperature=1.0, repetition_penalty=1e-300, logit_bias={5: -3e38}),
+        params(temperature=1.0, logit_bias={9: 3e38, 8: -3e38}),
+        params(temperature=1.0, top_k=2**80),
+        params(min_new_tokens=2**80, stop_token_ids=[1]),
+        params(no_repeat_ngram_size=2**80),
+        params(temperature=1.0, min_p=1e-320, top_p=1e-320, typical_p=1e-320),
+    ]
+    host = sample(logits, requests)
+    assert sorted(host.faults) == []
+    assert host.tokens[3] == 9
+    assert host.tokens[7] == logits[7].argmax().item()
+
+
 def test_off_is_off():
     logits = rows(4)
     base = {"temperature": 0.9, "logprobs": VOCAB}
