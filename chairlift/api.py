@@ -102,7 +102,7 @@ def init_continuous_batching(
 
     Raises `UnsupportedModelError` for a model that cannot be served, `ConfigError` for settings that cannot be met.
     """
-    generation_config = generation_config or model.generation_config
+    generation_config = generation_config or _own_config(model)
     config = continuous_batching_config or _config_of(generation_config)
     if not isinstance(config, ContinuousBatchingConfig):
         raise TypeError(f"continuous_batching_config must be a chairlift.ContinuousBatchingConfig, got {config!r:.80}")
@@ -115,7 +115,7 @@ def init_continuous_batching(
     layout = plan_layout(layers, config.page_size, shadow.dtype.itemsize)
     defaults = SamplingDefaults(
         generation_config,
-        model.generation_config,
+        _own_config(model),
         vocab_size=int(model.get_output_embeddings().weight.shape[0]),
         default_logprobs=config.return_logprobs,
         logprobs_mode=config.logprobs_mode,
@@ -143,6 +143,12 @@ def init_continuous_batching(
     return ContinuousBatchingManager(engine, runner, defaults, resolved)
 
 
+def _own_config(model: PreTrainedModel) -> GenerationConfig:
+    """A model without a head has none; it is refused, but by a message that says so."""
+    own: GenerationConfig | None = getattr(model, "generation_config", None)
+    return own or GenerationConfig()
+
+
 def _config_of(generation_config: GenerationConfig | None) -> ContinuousBatchingConfig:
     """The deprecated way to pass a config, else the default one."""
     config = getattr(generation_config, "continuous_batching_config", None)
@@ -163,7 +169,7 @@ def continuous_batching_context_manager(
     """A started manager; on leaving it is stopped, and destroyed unless `persistent_manager`: then the next call with
     equal configs gets it back, one with other configs replaces it. `block` and `timeout` are those of `stop`."""
     config = continuous_batching_config or _config_of(generation_config)
-    key = (_comparable(generation_config or model.generation_config), _comparable(model.generation_config), config)
+    key = (_comparable(generation_config or _own_config(model)), _comparable(_own_config(model)), config)
     desk = _desk(model)
     with desk.lock:
         session = desk.kept
@@ -240,7 +246,7 @@ def generate_batch(
     """
     if len(inputs) == 0:
         return {}
-    config = generation_config or model.generation_config
+    config = generation_config or _own_config(model)
     answers = sampling.get("num_return_sequences") or config.num_return_sequences or 1
     hints = WorkloadHints(num_requests=len(inputs) * (answers if isinstance(answers, int) and answers > 0 else 1))
     with continuous_batching_context_manager(
