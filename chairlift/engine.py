@@ -6,6 +6,7 @@ before the next is planned, at depth 2 the host plans a step while the device st
 
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 from chairlift.request import GenerationOutput
@@ -67,12 +68,11 @@ class Engine:
             return []
         return self._commit_oldest(planned - begin, planned)
 
-    def drain(self) -> list[GenerationOutput]:
-        """Commit every step in flight without planning another."""
-        outputs: list[GenerationOutput] = []
+    def drain(self) -> Iterator[list[GenerationOutput]]:
+        """Commit every step in flight without planning another; one list per step, so that a request that its output
+        ends is not continued by the next."""
         while self._in_flight:
-            outputs += self._commit_oldest(0.0, time.perf_counter())
-        return outputs
+            yield self._commit_oldest(0.0, time.perf_counter())
 
     def _commit_oldest(self, schedule_seconds: float, launched: float) -> list[GenerationOutput]:
         done = self._in_flight.popleft()

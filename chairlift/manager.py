@@ -127,9 +127,9 @@ class ContinuousBatchingManager:
         return not self._destroyed and self._cause is None
 
     def is_running(self) -> bool:
-        """Whether the background thread lives."""
+        """Whether the background thread lives, and has not died of a fault."""
         thread = self._thread
-        return thread is not None and thread.is_alive()
+        return thread is not None and thread.is_alive() and self._cause is None
 
     def stop(
         self,
@@ -157,7 +157,8 @@ class ContinuousBatchingManager:
             self._stopping = True
             self._hard_stopping = self._hard_stopping or hard_stop
         if thread is None:
-            self._fail_unstarted()
+            if not self._destroyed:
+                self._fail_unstarted()
             return
         self._inbox.put(None)
         with self._pause:
@@ -179,7 +180,8 @@ class ContinuousBatchingManager:
             return
         if threading.get_ident() in self._pausers:
             raise RuntimeError("destroy() inside pause() would wait for itself; leave the pause first")
-        if self.is_running():
+        thread = self._thread
+        if thread is not None and thread.is_alive():
             self.stop(hard_stop=True)
         elif self._cause is None:
             self._fail_unstarted()
@@ -315,10 +317,13 @@ class ContinuousBatchingManager:
         """Tokens of prompt and answer together, at most. The last token of an answer needs no room in the cache."""
         config, asked = self.config, params.max_new_tokens
         limit = min(config.max_sequence_length + 1, config.max_model_length)
-        if num_prompt > limit - (asked != 0):
+        most = limit - (asked != 0)
+        if params.prompt_logprobs is not None:
+            most = min(most, config.max_sequence_length)  # its last token is computed, too
+        if num_prompt > most:
             remedy = "shorten it" if limit == config.max_model_length else "shorten it or raise num_blocks"
             raise InvalidRequestError(
-                f"{name} has {num_prompt} tokens, but prompt and answer together may have {limit} at most "
+                f"{name} has {num_prompt} tokens, but a prompt may have {most} at most here "
                 f"(the cache holds {config.max_sequence_length}, the model {config.max_model_length}); {remedy}"
             )
         if asked is None:
@@ -436,9 +441,10 @@ class ContinuousBatchingManager:
             raise RuntimeError("pause() inside the engine's own thread would wait for itself")
         with self._pause:
             self._pausers.append(threading.get_ident())
-            self._inbox.put(None)
-            self._pause.wait_for(lambda: self._parked or not self.is_running())
         try:
+            self._inbox.put(None)
+            with self._pause:
+                self._pause.wait_for(lambda: self._parked or not self.is_running())
             yield
         finally:
             with self._pause:
@@ -472,22 +478,22 @@ class ContinuousBatchingManager:
     def _run(self) -> None:
         try:
             self._loop()
+            self._end()
         except BaseException as cause:
             self._crash(cause)
-        else:
-            self._end()
 
     def _loop(self) -> None:
         was_idle = True
         while not self._hard_stopping:
-            self._obey(sleep=not self._engine.has_work and not self._stopping and not self._pausers)
+            is_idle = not self._engine.has_work
+            was_idle = was_idle or is_idle
+            self._obey(sleep=is_idle and not self._stopping and not self._pausers)
             if self._pausers:
                 self._park()
                 continue
             if not self._engine.has_work:
                 if self._stopping and self._inbox.empty():
                     return
-                was_idle = True
                 continue
             if was_idle:
                 self._check_weights()
@@ -516,8 +522,9 @@ class ContinuousBatchingManager:
                     min_new_tokens=params.min_new_tokens,
                     streaming=request.streaming,
                 )
-            outputs += self._engine.scheduler.add(request)
-        with self._lock:
+        with self._lock:  # so that nobody counts a waiting request twice
+            for request in requests:
+                outputs += self._engine.scheduler.add(request)
             self._num_unseen -= len(requests)
         self._deliver(outputs)
 
@@ -525,9 +532,13 @@ class ContinuousBatchingManager:
         self._deliver(self._engine.scheduler.abort(request_id))
 
     def _do_reset(self) -> None:
-        self._deliver(self._engine.drain())
+        self._drain()
         self._model.refresh_weights(force=True)
         self._engine.scheduler.cache.forget()
+
+    def _drain(self) -> None:
+        for outputs in self._engine.drain():
+            self._deliver(outputs)
 
     def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
         if self._filters:
@@ -551,7 +562,7 @@ class ContinuousBatchingManager:
         return shown
 
     def _park(self) -> None:
-        self._deliver(self._engine.drain())
+        self._drain()
         with self._pause:
             self._parked = True
             self._pause.notify_all()
@@ -564,18 +575,18 @@ class ContinuousBatchingManager:
         with self._pause:
             said, self._weights_said_changed = self._weights_said_changed, False
         if self._model.refresh_weights(force=said):
-            self._deliver(self._engine.drain())
+            self._drain()
             self._engine.scheduler.recompute_all()
 
     def _end(self) -> None:
         if self._hard_stopping:
             self._obey()
-            self._deliver(self._engine.drain())
+            self._drain()
             self._deliver(self._engine.scheduler.fail_all(RuntimeError("the manager was stopped (hard_stop=True)")))
-        with self._lock:
+        with self._lock:  # `start()` may follow at once
+            self._router.close()
+            self._wake_pausers()
             self._thread = None
-            self._router.close()  # under the lock: `start()` may follow at once
-        self._wake_pausers()
         logger.info("stopped: %s", self.config.model)
 
     def _crash(self, cause: BaseException) -> None:
@@ -619,5 +630,7 @@ _started: "weakref.WeakSet[ContinuousBatchingManager]" = weakref.WeakSet()
 def _stop_at_exit() -> None:
     """End the threads before the interpreter takes the libraries away under them."""
     for manager in list(_started):
-        if manager.is_running():
-            manager.stop(hard_stop=True, timeout=10.0)
+        thread = manager._thread
+        if thread is not None and manager.is_running():
+            manager.stop(block=False, hard_stop=True)
+            thread.join(10.0)

@@ -195,7 +195,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def change_weights(self) -> None:
-        self.receive(self.engine.drain())
+        self.drain()
         for asked in self.live.values():
             known = self.scheduler._by_id[asked.request.request_id].tokens[len(asked.request.prompt_ids) :]
             asked.weights += [self.device.weights] * (len(known) - len(asked.weights))
@@ -206,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(drain=st.booleans())
     def forget_prefixes(self, drain: bool) -> None:
         if drain:
-            self.receive(self.engine.drain())
+            self.drain()
         self.cache.forget()
         assert self.cache.usage.cached == 0
 
@@ -229,6 +229,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.receive(outputs)
 
     # What must hold
+
+    def drain(self) -> None:
+        for outputs in self.engine.drain():
+            self.receive(outputs)
 
     @property
     def live(self) -> dict[str, Asked]:

@@ -578,8 +578,8 @@ async def test_a_stream_raises_when_the_engine_dies(router: Router) -> None:
 
 def test_many_threads_lose_nothing_and_reorder_nothing(router: Router) -> None:
     """Readers of one request, readers of any, handlers and an engine, with threads that switch all the time."""
-    num_outputs, names = 30, [str(number) for number in range(60)]
-    own, handled, shared = names[:20], names[20:40], names[40:]
+    num_outputs, names = 15, [str(number) for number in range(36)]
+    own, handled, shared = names[:12], names[12:24], names[24:]
     got: dict[str, list[int]] = {name: [] for name in names}
     lock = threading.Lock()
 

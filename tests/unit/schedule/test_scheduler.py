@@ -363,7 +363,7 @@ def test_fail_all_ends_everybody() -> None:
     outputs = world.scheduler.fail_all(fault)
     assert [output.request_id for output in outputs] == ["a", "b", "c"]
     assert all(output.status is RequestStatus.FAILED and output.exception is fault for output in outputs)
-    assert world.engine.drain() == [] and world.finish() == {}
+    assert list(world.engine.drain()) == [[]] and world.finish() == {}
 
 
 # --- Aborts ---------------------------------------------------------------------------------------------------------
@@ -414,7 +414,7 @@ def test_an_aborted_request_gives_its_tokens_and_its_blocks_at_once() -> None:
     (output,) = world.scheduler.abort("a")
     assert output.generated_tokens == answer((97, 0, 0, 0), 5), "one sample is still in flight"
     assert world.cache.usage.used == 0
-    assert world.engine.drain() == [] and not world.engine.has_work
+    assert list(world.engine.drain()) == [[]] and not world.engine.has_work
 
 
 def test_an_ended_request_says_nothing() -> None:
@@ -590,7 +590,7 @@ def test_new_weights_make_everybody_start_again_in_the_order_of_arrival() -> Non
     for name in "abcd":
         world.add(name, (0, 1, 1, *name.encode()), new=20)
     world.step(), world.step()
-    world.engine.drain()
+    list(world.engine.drain())
     world.scheduler.recompute_all()
     assert [seq.request.request_id for seq in world.scheduler.waiting.values()] == ["a", "b", "c", "d"]
     assert world.cache.num_available == world.cache.num_blocks
