@@ -4,7 +4,7 @@ Refuses to know models, requests and schedules. What PyTorch itself guarantees i
 shapes that decide which kernel runs (measured on x86 with oneDNN and MKL; `tests/kernels` holds it to that):
 
 - a oneDNN matmul with a prepacked weight gives a row the same bits for any number of rows from 2 on;
-- an MKL float32 batched matmul does so when the number of rows is a multiple of 4;
+- an MKL float32 matmul does so when its rows are a multiple of 4 (a batched one) or 16, and its columns not too few;
 - an elementwise function does so when no thread ends on a partial vector, whose scalar code rounds otherwise.
 """
 
@@ -18,7 +18,9 @@ from torch import Tensor
 from chairlift.kernels.plan import KEY_TILE, AttentionPlan, AttentionSlice, Scratch
 
 ROW_MULTIPLE = 4  # of the rows of a float32 batched matmul
-ROW_TILE = 16  # rows of one matmul where no packed kernel exists
+MIN_COLUMNS = 16  # of its result: with less than 12 a row's bits depend on its place
+ROW_TILE = 16  # multiple of the rows of a matmul with a weight that is not prepacked
+MIN_FEATURES = 32  # of such a weight: smaller products run on kernels that depend on the number of rows
 VECTOR_BLOCK = 128  # elements; a multiple of what any unrolled vector loop of PyTorch takes in one turn
 GRAIN = 32768  # at::internal::GRAIN_SIZE: elements a thread takes at least
 
@@ -49,38 +51,57 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
 def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     """`x` [..., in_features] to [..., out_features], in the dtype of `x`."""
     rows = x.reshape(-1, x.shape[-1]).to(packed.weight.dtype).contiguous()
-    multiply = _prepacked_linear if packed.prepacked else _tiled_linear
-    return multiply(rows, packed).to(x.dtype).view(*x.shape[:-1], packed.out_features)
+    if packed.prepacked:
+        count = rows.shape[0]
+        rows = _pad_rows(rows, 2) if count == 1 else rows
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed.weight, packed.bias, "none", [], "")
+        out = out[:count]
+    else:
+        out = unpacked_linear(rows, packed.weight, packed.bias)
+    return out.to(x.dtype).view(*x.shape[:-1], packed.out_features)
+
+
+def unpacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear` for a weight [out_features, in_features] of which no copy is kept; slower."""
+    if weight.dtype == torch.float16 or min(weight.shape) < MIN_FEATURES:
+        packed = pack_linear(weight, bias)
+        if packed.prepacked:
+            return linear(x, packed)
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    out = F.linear(_pad_rows(rows, ROW_TILE), weight, bias)[: rows.shape[0]]
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` for `a` [..., rows, k] and `b` [..., k, n]."""
+    if b.dim() == 2:
+        return unpacked_linear(a, b.t())
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    lefts, rights = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+    products = [unpacked_linear(left, right.t()) for left, right in zip(lefts, rights, strict=True)]
+    return torch.stack(products).view(*batch, a.shape[-2], b.shape[-1])
 
 
 def _can_prepack(dtype: torch.dtype) -> bool:
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+    if not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _prepacked_linear(rows: Tensor, packed: PackedLinear) -> Tensor:
-    count = rows.shape[0]
-    if count == 1:
-        rows = rows.expand(2, -1).contiguous()
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed.weight, packed.bias, "none", [], "")
-    return out[:count]
-
-
-def _tiled_linear(rows: Tensor, packed: PackedLinear) -> Tensor:
-    count = rows.shape[0]
-    padded = F.pad(rows, (0, 0, 0, -count % ROW_TILE))
-    return torch.cat([F.linear(tile, packed.weight, packed.bias) for tile in torch.split(padded, ROW_TILE)])[:count]
+def _pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """`x` [..., rows, n] with zeros up to a multiple of rows."""
+    missing = -x.shape[-2] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def elementwise(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`function(x)` for a function that maps each element by itself, such as SiLU or GELU; any shape."""
-    flat = x.reshape(-1)
+    flat = x.contiguous().view(-1)
     size = flat.numel()
-    padded = _aligned_size(size, torch.get_num_threads())
-    if padded == size:
-        return function(x)
-    return function(F.pad(flat, (0, padded - size)))[:size].view(x.shape)
+    missing = _aligned_size(size, torch.get_num_threads()) - size
+    if missing:
+        flat = F.pad(flat, (0, missing))
+    return function(flat)[:size].view(x.shape)
 
 
 def _aligned_size(size: int, threads: int) -> int:
@@ -171,10 +192,12 @@ def _attend(
     if sinks is not None:
         total.add_(sink.sub(peak).exp_())
 
-    partial = scratch.take("partial", (batch, rows, dim), torch.float32)
-    torch.bmm(scores, _gather(values, part, scratch), out=partial)
-    result = _fold(torch.add, partial.view(pairs, -1), part.active).view(tiles, heads, lanes, size, dim)
-    result = result.div_(total.view(tiles, heads, lanes, size, 1))[:, :, :groups].permute(0, 3, 1, 2, 4)
+    width = max(dim, MIN_COLUMNS)
+    values = F.pad(_gather(values, part, scratch), (0, width - dim)) if width > dim else _gather(values, part, scratch)
+    partial = scratch.take("partial", (batch, rows, width), torch.float32)
+    torch.bmm(scores, values, out=partial)
+    result = _fold(torch.add, partial.view(pairs, -1), part.active).view(tiles, heads, lanes, size, width)
+    result = result.div_(total.view(tiles, heads, lanes, size, 1))[:, :, :groups, :, :dim].permute(0, 3, 1, 2, 4)
     return result.reshape(tiles * size, heads * groups, dim).to(query.dtype)
 
 

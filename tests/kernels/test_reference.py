@@ -1,5 +1,6 @@
 """The reference operators: right, against dense float64, and bit for bit the same whatever they are computed with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,10 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(bits(a), bits(b))
 
 
+def rows_alone(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.cat([function(row[None]) for row in x])
+
+
 # Linear -------------------------------------------------------------------------------------------------------------
 
 
@@ -61,6 +66,7 @@ def test_linear_gives_a_row_the_same_bits_in_any_company(
         start = 140 - rows
         assert same(kernels.linear(x[start:], packed), whole[start:]), rows
         assert same(kernels.linear(x[:rows], packed), whole[:rows]), rows
+    assert same(rows_alone(lambda row: kernels.linear(row, packed), x[:40]), whole[:40])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,15 +91,31 @@ def test_packing_copies_the_weight() -> None:
     assert same(kernels.linear(torch.ones(1, 8), packed), before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tiles_of_rows_serve_where_nothing_is_prepacked(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES[:-1])
+def test_a_weight_as_it_lies_gives_the_same_bits_in_any_company(
+    in_features: int, out_features: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    weight, x = torch.randn(97, 30).to(dtype), torch.randn(70, 30).to(dtype)
-    packed = kernels.PackedLinear(weight=weight, bias=None, out_features=97, prepacked=False)
-    whole = kernels.linear(x, packed)
-    torch.testing.assert_close(whole.float(), x.float() @ weight.float().T, atol=1e-4, rtol=1e-2)
-    for rows in ROWS[:17]:
-        assert same(kernels.linear(x[70 - rows :], packed), whole[70 - rows :]), rows
+    weight = (torch.randn(out_features, in_features) / in_features**0.5).to(dtype)
+    x = torch.randn(140, in_features).to(dtype)
+    unpacked = kernels.PackedLinear(weight=weight, bias=None, out_features=out_features, prepacked=False)
+    transposed = weight.t().contiguous()
+    batch = torch.stack([transposed, -transposed])
+    functions = {
+        "linear": lambda rows: kernels.linear(rows, unpacked),
+        "unpacked_linear": lambda rows: (
+            kernels.unpacked_linear(rows, weight, torch.ones(out_features, dtype=dtype)) - 1
+        ),
+        "matmul": lambda rows: kernels.matmul(rows, transposed),
+        "batched matmul": lambda rows: kernels.matmul(rows.expand(2, -1, -1), batch)[0],
+    }
+    for name, function in functions.items():
+        whole = function(x)
+        torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, atol=0.05, rtol=0.05)
+        for rows in ROWS:
+            assert same(function(x[140 - rows :]), whole[140 - rows :]), (name, rows)
+        assert same(rows_alone(function, x[:20]), whole[:20]), name
 
 
 # Elementwise --------------------------------------------------------------------------------------------------------
@@ -109,6 +131,7 @@ def test_elementwise_gives_an_element_the_same_bits_in_any_company(width: int, d
         torch.testing.assert_close(whole.double(), function(x.double()), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
         for rows in ROWS:
             assert same(kernels.elementwise(function, x[130 - rows :]), whole[130 - rows :]), rows
+        assert same(kernels.elementwise(function, torch.stack([x, x], -1)[..., 1]), whole)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 61])
@@ -233,6 +256,7 @@ MODELS = {
     "bfloat16": Model(dtype=torch.bfloat16),
     "float16": Model(dtype=torch.float16),
     "one head, 8 wide": Model(query_heads=1, kv_heads=1, head_dim=8),
+    "10 wide": Model(head_dim=10),
     "one kv head": Model(query_heads=5, kv_heads=1, head_dim=24, dtype=torch.bfloat16),
     "no sharing": Model(query_heads=3, kv_heads=3, head_dim=80),
     "256 wide": Model(query_heads=4, kv_heads=2, head_dim=256, dtype=torch.bfloat16),
@@ -350,7 +374,7 @@ def test_a_layout_refuses_rows_that_are_not_whole() -> None:
 
 
 def test_there_is_a_table_for_the_cpu_and_none_for_what_is_not_written() -> None:
-    assert ops_for(torch.device("cpu"), torch.bfloat16).linear is kernels.linear
+    assert ops_for(torch.device("cpu"), torch.bfloat16).store_kv is kernels.store_kv
     with pytest.raises(ValueError, match=r"no operators for torch\.float64 on cpu"):
         ops_for(torch.device("cpu"), torch.float64)
     with pytest.raises(ValueError, match=r"no operators for torch\.float32 on meta"):
