@@ -296,8 +296,15 @@ def test_usage_counts_the_tokens_of_admitted_sequences() -> None:
         assert not cache.reserve(kv, 10, 30)
         cache.release(kv)
     assert (cache.usage.queried_tokens, cache.usage.hit_tokens) == (10, 0)
-    prefill(cache, [*PROMPT, 1, 2], 1)
-    assert (cache.usage.queried_tokens, cache.usage.hit_tokens) == (22, 10)
+    assert cache.reserve(kv, 0, 4)
+    cache.commit(kv, [9, 9, 9, 9], 4, 1)
+    assert (cache.usage.queried_tokens, cache.usage.hit_tokens) == (10, 0), "what was put back is not counted"
+    cache.release(kv)
+    tokens = [*PROMPT, 1, 2]
+    again = prefill(cache, tokens, 2)
+    assert cache.reserve(again, 12, 16)
+    cache.commit(again, [*tokens, 3, 4, 5, 6], 16, 3)
+    assert (cache.usage.queried_tokens, cache.usage.hit_tokens) == (22, 10), "counted once, however long it goes on"
 
 
 def test_match_wants_an_empty_sequence() -> None:
