@@ -7,7 +7,7 @@ rows of numbers, the last dimension contiguous; an operation holds addresses, so
 import ctypes
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from functools import cache
@@ -129,6 +129,11 @@ def operation(
             *floats,
         )
     )
+
+
+def address_of(array: "ctypes.Array[Any]") -> int:
+    """Where a ctypes array begins."""
+    return ctypes.addressof(array)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -297,6 +302,7 @@ class Native:
         library.cl_pack.argtypes = [ctypes.c_int, ctypes.c_void_p, *shape]
         library.cl_pack_gated.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *shape]
         self.isa: str = library.cl_isa().decode()
+        self.trace: Callable[[Any, ClStep], None] | None = None  # sees every operation before it runs
 
     def set_threads(self, threads: int) -> None:
         """Threads for what the calling thread runs from now on; 0: as many as OpenMP gives."""
@@ -304,6 +310,8 @@ class Native:
 
     def run(self, ops: "ClOp | ctypes.Array[ClOp]", num_ops: int, step: ClStep) -> None:
         """Run a program, an array of operations, for one step. Raises `ValueError` before anything was written."""
+        if self.trace is not None:
+            self.trace(ops, step)
         if code := self._run(ctypes.byref(ops), num_ops, ctypes.byref(step)):
             raise ValueError(f"the kernels refuse the program: {self._library.cl_error(code).decode()}")
 

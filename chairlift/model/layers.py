@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
-from chairlift.kernels import Ops, PackedLinear
+from chairlift.kernels import Ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROPE_BLOCK = 256  # positions computed at a time; whole blocks, so that a position's bits never depend on the request
@@ -37,7 +37,39 @@ def _arguments(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-class Projection(nn.Module):
+class Derived(nn.Module):
+    """A module with something made of its parameters: when first needed, and again when they have changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: Any = None
+        self._stamp: tuple[object, ...] = ()
+
+    def _parameters_used(self) -> list[Tensor | None]:
+        raise NotImplementedError
+
+    def _make(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def made(self) -> Any:
+        """What `_make` gives for the parameters as they are."""
+        if self._made is None:
+            self._stamp = self._stamp_now()
+            self._made = self._make()
+        return self._made
+
+    def refresh(self, force: bool = False) -> None:
+        """Forget what was made of parameters that were replaced or written to since."""
+        if force or (self._made is not None and self._stamp != self._stamp_now()):
+            self._made = None
+
+    def _stamp_now(self) -> tuple[object, ...]:
+        used = [p for p in self._parameters_used() if p is not None]
+        return tuple((id(p), 0 if p.is_inference() else p._version) for p in used)
+
+
+class Projection(Derived):
     """`nn.Linear`, or GPT-2's `Conv1D`, through a packed, batch-invariant matmul."""
 
     weight: Tensor
@@ -49,20 +81,20 @@ class Projection(nn.Module):
         self.register_parameter("bias", source.bias)
         self._ops = ops
         self._is_transposed = type(source) is Conv1D
-        self._stamp: tuple[object, ...] = ()
-        self._packed: PackedLinear
-        self.refresh()
 
-    def refresh(self, force: bool = False) -> None:
-        """Pack again if the weight was replaced or written to since."""
-        stamp = tuple((id(p), 0 if p.is_inference() else p._version) for p in (self.weight, self.bias) if p is not None)
-        if force or stamp != self._stamp:
-            weight = self.weight.detach()
-            self._packed = self._ops.pack_linear(weight.t() if self._is_transposed else weight, self.bias)
-            self._stamp = stamp
+    def _parameters_used(self) -> list[Tensor | None]:
+        return [self.weight, self.bias]
+
+    def _make(self) -> Any:
+        return self._ops.pack_linear(self.matrix, self.bias)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as [out_features, in_features]."""
+        return self.weight.detach().t() if self._is_transposed else self.weight.detach()
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
-        return self._ops.linear(x, self._packed)
+        return self._ops.linear(x, self.made)
 
 
 class Activation(nn.Module):

@@ -18,9 +18,10 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from chairlift.config import DeviceFacts, ModelFacts
 from chairlift.errors import UnsupportedModelError
-from chairlift.kernels import ops_for
+from chairlift.kernels import Native, ops_for
 from chairlift.model.attention import ATTENTION, DISCOVERY, LayerCall, Plan, Recorder, Seam
-from chairlift.model.layers import Projection, RopeTable, replacement
+from chairlift.model.fused import Seen, candidates, fuse, watched
+from chairlift.model.layers import Derived, RopeTable, replacement
 
 HOOKS = (
     "_forward_hooks",
@@ -72,6 +73,7 @@ class Shadow:
         self._places = _places(model, self.module)
         self.layers = self._discover()
         self._swap_layers(self.module)
+        self.fused = {} if self.ops.native is None else self._fuse(self.ops.native)
         self._versions = [_version(place) for place in self._places]
 
     @property
@@ -97,6 +99,15 @@ class Shadow:
             parent.add_module(name, new)
             self._places = [place._replace(shadow=new) if place.shadow is child else place for place in self._places]
 
+    def _fuse(self, kernels: Native) -> dict[str, int]:
+        """Replace what the C++ kernels do in fewer calls; how many modules of each class."""
+        seen = Seen()
+        ids = torch.arange(5, device=self.device)
+        with torch.no_grad():
+            with watched(candidates(self.module)) as calls:
+                self.forward(ids, ids, seen, ids[:2])
+            return fuse(self.module, calls, seen, kernels)
+
     def refresh(self, force: bool = False) -> bool:
         """Follow the user's model: replaced parameters, in-place updates, or (`force`) anything. True if so."""
         for place in self._places:
@@ -108,7 +119,7 @@ class Shadow:
             return False
         self._versions = versions
         for module in self.module.modules():
-            if isinstance(module, Projection):
+            if isinstance(module, Derived):
                 module.refresh(force)
         return True
 
@@ -123,6 +134,7 @@ class Shadow:
     def own_logits(self, tokens: list[int]) -> Tensor:
         """Logits [len(tokens), vocab] as the model gives them with attention of its own and without a cache."""
         self.module.set_attn_implementation("eager")
+        self._seam.plan = None
         try:
             with torch.no_grad():
                 ids = torch.tensor([tokens], device=self.device)
