@@ -30,6 +30,11 @@ def entries_of(tokens: Sequence[int], weights: int = 0) -> list[int]:
     return entries
 
 
+def way_of(weights: int, length: int, restart_length: int | None) -> int:
+    """What `entries_of` takes for a sequence of that length: as models whose RoPE depends on it."""
+    return weights + 1000 * (restart_length is not None and length > restart_length)
+
+
 def token_after(entry: int) -> int:
     """The next token; one in sixteen ends the sequence."""
     drawn = hash((entry, 5)) % 16
@@ -91,6 +96,7 @@ class LateDevice:
 
     def __init__(self, layout: CacheLayout, num_blocks: int, num_host_blocks: int = 0) -> None:
         self.weights = 0
+        self.restart_length: int | None = None  # longer sequences are computed in another way from the start
         self.num_launched = 0
         self.last_plan: ScheduledBatch | None = None
         self._page = layout.page_size
@@ -169,7 +175,7 @@ class LateDevice:
             assert row.num_tokens == 1 and end == len(seated.tokens), "only the last sample is on the device"
         else:
             assert end <= known
-        entries = entries_of(seated.tokens[:end], self.weights)
+        entries = self._entries(seated, end)
         for position in range(row.start, end):
             for table in seated.tables:
                 index, offset = divmod(position, self._page)
@@ -183,12 +189,15 @@ class LateDevice:
         """All that the row's tokens see is there, and is what this very sequence would have computed."""
         seated = self._slots[row.slot]
         end = row.start + row.num_tokens
-        entries = entries_of(seated.tokens[:end], self.weights)
+        entries = self._entries(seated, end)
         for window, table in zip(self._windows, seated.tables, strict=True):
             first = 0 if window is None else max(0, row.start - window + 1)
             for position in range(first, end):
                 index, offset = divmod(position, self._page)
                 assert self._blocks[table[index]][offset] == entries[position], "a block holds something else"
+
+    def _entries(self, seated: Seated, end: int) -> list[int]:
+        return entries_of(seated.tokens[:end], way_of(self.weights, len(seated.seat.tokens), self.restart_length))
 
     def _sample(self, batch: ScheduledBatch) -> Result:
         result = Result()
@@ -200,7 +209,7 @@ class LateDevice:
             scores_prompt = params.prompt_logprobs is not None and row.start < num_prompt
             assert row.num_logits == (row.num_tokens if scores_prompt else int(row.samples))
             end = row.start + row.num_tokens
-            entries = entries_of(seated.tokens[:end], self.weights)
+            entries = self._entries(seated, end)
             if scores_prompt and (targets := seated.seat.tokens[row.start + 1 : end + 1]):
                 result.prompt_logprobs[index] = [
                     score_of(entries[row.start + i], token, params.prompt_logprobs) for i, token in enumerate(targets)

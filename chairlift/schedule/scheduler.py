@@ -8,6 +8,7 @@ import time
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from chairlift.cache.cache import KVCache
@@ -243,7 +244,10 @@ class Scheduler:
             seq.first_scheduled = time.perf_counter()
         insort(self.running, seq, key=_serial)
         request = seq.request
-        self._seats.append(Seat(seq.slot, tuple(seq.tokens), seq.num_prompt, request.params, request.seed))
+        params = request.params
+        if params.prompt_logprobs is not None and not seq.wants_prompt_logprobs:
+            params = replace(params, prompt_logprobs=None)  # the prompt was scored before a restart
+        self._seats.append(Seat(seq.slot, tuple(seq.tokens), seq.num_prompt, params, request.seed))
 
     def _plan(self, seq: Sequence, count: int) -> None:
         """Add a row, and promise what it will have done."""

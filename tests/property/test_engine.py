@@ -29,6 +29,7 @@ from tests.late_device import (
     host_tokens_needed,
     score_of,
     token_after,
+    way_of,
 )
 
 WINDOWS = st.sampled_from([[None], [None], [3], [None, 3], [None, 1, 8], [2, 6]])  # one layer per window
@@ -71,6 +72,7 @@ class Asked:
     outputs: list[GenerationOutput] = field(default_factory=list)
     cancelled: bool = False
     dropped: bool = False
+    restart_length: int | None = None
 
     @property
     def is_over(self) -> bool:
@@ -83,7 +85,7 @@ class Asked:
         while len(tokens) < min(request.max_length, len(request.prompt_ids) + num_tokens):
             generated = len(tokens) - len(request.prompt_ids)
             weights = self.weights[generated] if generated < len(self.weights) else weights_now
-            tokens.append(token_after(entries_of(tokens, weights)[-1]))
+            tokens.append(token_after(entries_of(tokens, way_of(weights, len(tokens), self.restart_length))[-1]))
             if tokens[-1] in request.params.stop_ids:
                 break
         return tokens[len(request.prompt_ids) :]
@@ -102,6 +104,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy=st.sampled_from(sorted(POLICIES)),
         margin=st.sampled_from([0.0, 0.0, 0.0, 0.15, 0.9]),
         sharing=st.booleans(),
+        restart_length=st.sampled_from([None, None, 6]),
         first=st.lists(st.tuples(PROMPTS, KINDS), min_size=2, max_size=6),
     )
     def begin(
@@ -117,6 +120,7 @@ class EngineMachine(RuleBasedStateMachine):
         policy: str,
         margin: float,
         sharing: bool,
+        restart_length: int | None,
         first: list[tuple[list[int], Kind]],
     ) -> None:
         layers = [LayerSpec(index=i, window=w, num_kv_heads=1, head_dim=1) for i, w in enumerate(windows)]
@@ -124,6 +128,7 @@ class EngineMachine(RuleBasedStateMachine):
         num_blocks = layout.blocks_needed(longest - 1, budget) + spare
         self.cache = KVCache(layout, num_blocks, host)
         self.device = LateDevice(layout, num_blocks, host)
+        self.device.restart_length = restart_length
         self.scheduler = Scheduler(
             self.cache, POLICIES[policy](), max_batch_tokens=budget, max_rows=rows, safety_margin=margin
         )
@@ -155,6 +160,9 @@ class EngineMachine(RuleBasedStateMachine):
             logits_processor=host_tokens_needed if kind.needs_host else None,
         )
         name = f"r{len(self.asked)}"
+        own = b"" if self.sharing else name.encode()
+        restart_length = self.device.restart_length
+        is_long = restart_length is not None and len(prompt) > restart_length
         for child in range(kind.children):
             request = Request(
                 request_id=name if child == 0 else f"{name}__child#{child - 1}",
@@ -163,12 +171,13 @@ class EngineMachine(RuleBasedStateMachine):
                 params=params,
                 max_length=min(len(prompt) + kind.max_new, self.longest),
                 seed=FAULTY_SEED if kind.faulty else 0,
-                salt=b"" if self.sharing else name.encode(),
+                salt=b"long" + own if is_long else own,
+                restart=None if restart_length is None or is_long else (restart_length, b"long" + own),
                 share_prefix=self.sharing,
                 match_prefix=kind.prompt_logprobs is None and (self.sharing or kind.children > 1),
                 streaming=kind.streaming,
             )
-            self.asked[request.request_id] = Asked(request, [])
+            self.asked[request.request_id] = Asked(request, [], restart_length=restart_length)
             self.receive(self.scheduler.add(request))
 
     @precondition(lambda self: self.live)
@@ -288,13 +297,18 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             weights = [*asked.weights, *[self.device.weights] * generated]
             scores = [
-                score_of(entries_of(tokens[:end], weights[i])[-1], tokens[end], params.logprobs)
+                score_of(
+                    entries_of(tokens[:end], way_of(weights[i], end, asked.restart_length))[-1],
+                    tokens[end],
+                    params.logprobs,
+                )
                 for i, end in enumerate(range(len(request.prompt_ids), len(tokens)))
             ]
             assert output.logprobs == [score for score, _ in scores]
             assert output.top_logprobs == ([top for _, top in scores] if params.logprobs else [])
         if params.prompt_logprobs is not None and output.status is RequestStatus.FINISHED and self.device.weights == 0:
-            entries = entries_of(request.prompt_ids)
+            way = way_of(0, len(request.prompt_ids), asked.restart_length)
+            entries = entries_of(request.prompt_ids, way)
             pairs = zip(entries, request.prompt_ids[1:], strict=False)
             scores = [score_of(entry, token, params.prompt_logprobs) for entry, token in pairs]
             assert output.prompt_logprobs == [None, *(score for score, _ in scores)]
@@ -377,6 +391,7 @@ def test_random_workloads(seed: int) -> None:
         policy=rng.choice(sorted(POLICIES)),
         margin=rng.choice([0.0, 0.0, 0.15, 0.9]),
         sharing=rng.random() < 0.6,
+        restart_length=rng.choice([None, None, 6]),
         first=[(prompt(), kind()) for _ in range(rng.randint(1, 8))],
     )
     for _ in range(rng.randint(5, 60)):
