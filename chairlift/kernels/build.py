@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -151,31 +152,24 @@ def _source_files() -> list[Path]:
 
 def _compile(recipe: Sequence[str], openmp: str) -> bytes:
     """The library as the compiler makes it: all sources at once, each in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="chairlift-") as folder:
-        objects, library = [], Path(folder) / "kernels.so"
-        running = []
-        for source in _source_files():
-            if source.suffix == ".cpp":
-                objects.append(f"{folder}/{source.stem}.o")
-                running.append(_start([*recipe, "-c", str(source), "-o", objects[-1]]))
-        for process in running:
-            _finish(process)
-        _finish(_start([*recipe, "-shared", *objects, openmp, "-o", str(library)]))
+    sources = [path for path in _source_files() if path.suffix == ".cpp"]
+    with tempfile.TemporaryDirectory(prefix="chairlift-") as folder, ThreadPoolExecutor(len(sources)) as pool:
+        objects = [f"{folder}/{source.stem}.o" for source in sources]
+        commands = [[*recipe, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        for _ in pool.map(_run, commands):
+            pass
+        library = Path(folder, "kernels.so")
+        _run([*recipe, "-shared", *objects, openmp, "-o", str(library)])
         return library.read_bytes()
 
 
-def _start(command: list[str]) -> "subprocess.Popen[str]":
+def _run(command: list[str]) -> None:
     try:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
         raise BuildError(f"cannot run {command[0]}: {error}") from error
-
-
-def _finish(process: "subprocess.Popen[str]") -> None:
-    _, messages = process.communicate()
-    if process.returncode:
-        assert isinstance(process.args, list)
-        raise BuildError(f"{shlex.join(map(str, process.args))}\nfailed with status {process.returncode}:\n{messages}")
+    if result.returncode:
+        raise BuildError(f"{shlex.join(command)}\nfailed with status {result.returncode}:\n{result.stderr}")
 
 
 def _hash(*parts: bytes) -> str:

@@ -150,7 +150,7 @@ Grid grid_of(const Phase &phase) {
 
 int64_t split(Phase &phase) {
   Grid grid = grid_of(phase);
-  return phase.rows() > 0 ? grid.panels * grid.blocks : 0;
+  return grid.panels * grid.blocks;
 }
 
 // Products of rows [begin, end) of x with one panel, to sums [end - begin][kPanel].

@@ -84,6 +84,7 @@ class Program {
       phase.step = step;
       phase.threads = threads;
       phase.notes.clear();
+      if (phase.rows() == 0) continue;  // nothing to do, whatever it points at
       if (Error error = kernel->check(phase)) return error;
     }
     return kOk;
@@ -93,7 +94,7 @@ class Program {
     int64_t most = 0;
     for (size_t i = 0; i < size_; i++) {
       Phase &phase = phases_[i].phase;
-      phase.num_tasks = phases_[i].kernel->split(phase);
+      phase.num_tasks = phase.rows() > 0 ? phases_[i].kernel->split(phase) : 0;
       most = std::max(most, phase.num_tasks);
     }
     if (most < 2) threads_ = 1;

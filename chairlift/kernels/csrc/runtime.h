@@ -58,7 +58,7 @@ class Thread {
 
 struct Kernel {
   Error (*check)(const Phase &);
-  int64_t (*split)(Phase &);  // number of tasks, 0 when there is nothing to do
+  int64_t (*split)(Phase &);  // number of tasks; called, like `check`, when there are rows
   void (*run)(const Phase &, Task, Thread &);
 };
 
