@@ -38,11 +38,23 @@ class Detokenizer:
             self._tokens.append(token)
             before = self._tokenizer.decode(self._tokens[self._prefix : self._read])
             after = self._tokenizer.decode(self._tokens[self._prefix :])
-            if after.endswith(REPLACEMENT) and len(self._tokens) - self._read < 4:
-                continue  # four bytes make any character: what is invalid by then stays so
-            self.text += after[len(before) :]
-            self.ends += [len(self.text)] * (len(self._tokens) - self._read)
-            self._prefix, self._read = self._read, len(self._tokens)
+            if not after.endswith(REPLACEMENT) or self._is_hopeless(after):
+                self._take(after[len(before) :])
+
+    def finish(self) -> None:
+        """No token will follow: those that wait are shown as they are."""
+        if self._read < len(self._tokens):
+            before = self._tokenizer.decode(self._tokens[self._prefix : self._read])
+            self._take(self._tokenizer.decode(self._tokens[self._prefix :])[len(before) :])
+
+    def _is_hopeless(self, text: str) -> bool:
+        """Whether the end of `text` is invalid for good: four bytes make any character."""
+        return len(self._tokens) - self._read >= 4 and text.endswith(REPLACEMENT * 4)
+
+    def _take(self, text: str) -> None:
+        self.text += text
+        self.ends += [len(self.text)] * (len(self._tokens) - self._read)
+        self._prefix, self._read = self._read, len(self._tokens)
 
 
 class StopFinder:

@@ -29,9 +29,11 @@ class StopStringFilter:
         tokens = output.generated_tokens
         self._detokenizer.feed(tokens[self._num_fed :])
         self._num_fed = len(tokens)
+        if output.is_finished():
+            self._detokenizer.finish()
         text, ends = self._detokenizer.text, self._detokenizer.ends
-        if len(tokens) >= self._min_new_tokens and output.exception is None:
-            start = ends[self._min_new_tokens - 1] if 0 < self._min_new_tokens <= len(ends) else 0
+        if len(ends) >= self._min_new_tokens and output.exception is None:
+            start = ends[self._min_new_tokens - 1] if self._min_new_tokens else 0
             if (hit := self._finder.find(text, start)) is not None:
                 at, stop = hit
                 ended = replace(output, status=RequestStatus.FINISHED, finish_reason="stop", stop_reason=stop)
