@@ -20,7 +20,7 @@ from chairlift import ContinuousBatchingConfig, ContinuousBatchingManager, Gener
 
 VOCAB = 97
 CONTEXT = 64
-WAIT = 60.0  # seconds until a test that hangs is called one
+WAIT = 30.0  # seconds until a test that hangs is called one
 
 _SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
