@@ -140,11 +140,7 @@ class Transcript:
     def banned(self, vocab_size: int) -> NDArray[np.int64]:
         """Tokens that would complete a bad word or repeat an n-gram."""
         tokens, size = self.tokens, self._ngram_size
-        banned = [
-            word[-1]
-            for word in self._words
-            if len(word) <= len(tokens) + 1 and tuple(tokens[1 - len(word) :]) == word[:-1]
-        ]
+        banned = [word[-1] for word in self._words if tuple(tokens[1 - len(word) :]) == word[:-1]]
         if size and len(tokens) >= size:
             beginning = tokens[len(tokens) + 1 - size :]
             ends = self._ends.get(hash(tuple(beginning)), ())

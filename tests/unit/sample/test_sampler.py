@@ -1,6 +1,8 @@
 """Greedy and drawn tokens, logprobs, faults and state, row by row."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from chairlift.errors import ChairliftError
 from chairlift.params import SamplingDefaults
 from chairlift.sample import Sampler
+from chairlift.sample import sampler as sampler_module
 
 VOCAB = 97
 
@@ -270,6 +273,16 @@ def test_a_logits_processor_may_answer_in_any_float_type_and_keep_what_it_got():
     assert torch.equal(torch.stack(kept[:2]), logits)
 
 
+def test_faults_are_found_in_whatever_part_of_the_batch(monkeypatch):
+    monkeypatch.setattr(sampler_module, "_CPU_PART", 1)
+    logits = rows(5)
+    logits[3, 2] = math.nan
+    host = sample(logits, [params()] * 4 + [params(logits_processor=raises)])
+    assert sorted(host.faults) == [3, 4]
+    assert isinstance(host.faults[4], KeyError)
+    assert host.tokens[:3] == logits[:3].argmax(-1).tolist()
+
+
 # --- state ----------------------------------------------------------------------------------------------------------
 
 
@@ -311,11 +324,34 @@ def test_a_slot_forgets_its_former_owner():
     host = sampler.sample(logits, [0], [2]).to_host()
     assert host.tokens == [logits.argmax().item()]
     assert host.logprobs is None
-    penalised = params(repetition_penalty=1.2, presence_penalty=0.3, logprobs=VOCAB)
+    penalised = params(repetition_penalty=1.2, frequency_penalty=0.3, logprobs=VOCAB)
     sampler.seat(0, [8, 9], 2, penalised, 0)
     fresh = seated([penalised], tokens=(8, 9))
-    for position in (2, 3):
+    for position in range(2, 9):
         assert sampler.sample(logits, [0], [position]).to_host() == fresh.sample(logits, [0], [position]).to_host()
+
+
+def test_what_a_former_owner_brought_along_is_let_go():
+    class Processor:
+        def __call__(self, token_ids, logits):
+            return logits
+
+    processor = Processor()
+    held = weakref.ref(processor)
+    sampler = seated([params(logits_processor=processor)])
+    del processor
+    assert held() is not None
+    sampler.seat(0, [8, 9], 2, params(), 0)
+    gc.collect()
+    assert held() is None
+
+
+def test_only_penalised_slots_have_penalty_state():
+    sampler = Sampler(VOCAB, 1000)
+    for slot in range(1000):
+        sampler.seat(slot, [1, 2], 2, params(repetition_penalty=1.5), 0)
+        sampler.seat(slot, [1, 2], 2, params(), 0)
+    assert len(sampler._seen._ids) < 10
 
 
 def test_min_new_tokens_ends_with_the_position():
