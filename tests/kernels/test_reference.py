@@ -329,6 +329,16 @@ def test_a_nan_stays_with_its_request_and_what_a_block_held_before_is_never_read
         assert index == poisoned or same(before, after), index
 
 
+@pytest.mark.parametrize("page_size", [16, 256])
+def test_what_lies_behind_the_window_is_not_read(page_size: int) -> None:
+    model = Model(window=5)
+    request = model.request(130, 1, 0)
+    clean = model.paged([request], page_size=page_size)
+    request.key[:125] = torch.nan
+    request.value[:125] = torch.nan
+    assert same(model.paged([request], page_size=page_size), clean)
+
+
 def test_slices_of_the_work_change_no_bits(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = batch(model)
     expected = model.paged(requests, page_size=16)
