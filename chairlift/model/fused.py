@@ -171,7 +171,8 @@ class Attention(Derived):
     ) -> tuple[Tensor, Tensor, Tensor, RopeStyle]:
         """hidden [1, T, width] -> q [T, H * D], k and v [T, G * D], and what is still to be done to q and k."""
         call = self._call
-        sizes = (call.num_heads * call.head_dim, call.num_kv_heads * call.head_dim, call.num_kv_heads * call.head_dim)
+        width = call.num_kv_heads * call.head_dim
+        sizes = [call.num_heads * call.head_dim, width, width]
         q, k, v = torch.split(self._kernels.linear(hidden[0], self.made), sizes, dim=1)
         style: dict[str, Any] = {"interleaved": self.interleaved}
         if self.norms and self.norms[0].weight is not None and self.norms[0].weight.shape[0] == call.head_dim:

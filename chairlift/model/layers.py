@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 from transformers.pytorch_utils import Conv1D
 
 from chairlift.kernels import Ops
+from chairlift.kernels.invariant import BatchInvariant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROPE_BLOCK = 256  # positions computed at a time; whole blocks, so that a position's bits never depend on the request
@@ -33,8 +34,16 @@ def replacement(source: nn.Module, ops: Ops) -> nn.Module | None:
     return None
 
 
+KNOWN = (nn.Linear, Conv1D, nn.Embedding)
+
+
 def _arguments(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
+
+
+def stamp(tensor: Tensor) -> tuple[int, int, int]:
+    """Differs once a tensor has been replaced, written to or moved; a write through `.data` leaves no trace."""
+    return id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 class Derived(nn.Module):
@@ -66,7 +75,7 @@ class Derived(nn.Module):
 
     def _stamp_now(self) -> tuple[object, ...]:
         used = [p for p in self._parameters_used() if p is not None]
-        return tuple((id(p), 0 if p.is_inference() else p._version) for p in used)
+        return tuple(stamp(p) for p in used)
 
 
 class Projection(Derived):
@@ -95,6 +104,26 @@ class Projection(Derived):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] -> [..., N]
         return self._ops.linear(x, self.made)
+
+
+def calls_torch_itself(module: nn.Module) -> bool:
+    """Whether matrices are multiplied in it, and no attention is done, that no `Projection` stands for: a router's,
+    say, or experts'."""
+    parts = list(module.modules())
+    own = [p for part in parts if not isinstance(part, KNOWN) for p in part._parameters.values() if p is not None]
+    return any(p.ndim >= 2 for p in own) and not any(hasattr(part, "seam") for part in parts)
+
+
+class Invariant(nn.Module):
+    """A module that works as it is, but whose matmuls and activations do not let rows depend on their neighbours."""
+
+    def __init__(self, source: nn.Module) -> None:
+        super().__init__()
+        self.source = source
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with BatchInvariant():
+            return self.source.forward(*args, **kwargs)
 
 
 class Activation(nn.Module):

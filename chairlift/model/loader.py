@@ -20,8 +20,8 @@ from chairlift.config import DeviceFacts, ModelFacts
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import Native, ops_for
 from chairlift.model.attention import ATTENTION, DISCOVERY, LayerCall, Plan, Recorder, Seam
-from chairlift.model.fused import Seen, candidates, fuse, watched
-from chairlift.model.layers import Derived, RopeTable, replacement
+from chairlift.model.fused import Seen, candidates, fuse, is_hooked, watched
+from chairlift.model.layers import Derived, Invariant, RopeTable, calls_torch_itself, replacement, stamp
 
 HOOKS = (
     "_forward_hooks",
@@ -64,13 +64,20 @@ class Shadow:
         self.device: torch.device = model.device
         self.module = _copy_over_same_weights(model)
         self.module.eval()
+        self.module.set_experts_implementation("eager")  # the others sum in an order that depends on the batch
         self._seam = Seam()
         for module in self.module.modules():
             if hasattr(module, "layer_idx"):
                 object.__setattr__(module, "seam", self._seam)
-        self.ops = ops_for(self.device, self.dtype)
+        try:
+            self.ops = ops_for(self.device, self.dtype)
+        except ValueError as error:
+            raise UnsupportedModelError(f"{self.name} cannot be served: {error}") from None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._places = _places(model, self.module)
+        self._model = weakref.ref(model)
+        self._modules = [weakref.ref(module) for module in model.modules()]
+        self._kinds = [_kind(place) for place in self._places]
         self.layers = self._discover()
         self._swap_layers(self.module)
         self.fused = {} if self.ops.native is None else self._fuse(self.ops.native)
@@ -82,22 +89,32 @@ class Shadow:
         return [m for m in self.module.modules() if isinstance(m, RopeTable) and m.kind != "default"]
 
     @property
+    def is_hooked(self) -> bool:
+        """Whether the user has a hook on any module."""
+        return is_hooked(self.module.modules())
+
+    @property
     def restart_length(self) -> int | None:
         """Tokens after which `generate` computes all KV anew with the long factors, for the models that do so."""
         if self.module.config.get_text_config().model_type not in RESTARTED:
             return None
         return min((rope.original_length for rope in self.ropes if rope.kind == "longrope"), default=None)
 
-    def _swap_layers(self, parent: nn.Module) -> None:
+    def _swap_layers(self, parent: nn.Module, is_invariant: bool = False) -> None:
         for name, child in list(parent.named_children()):
-            if (new := replacement(child, self.ops)) is None:
-                self._swap_layers(child)
-                continue
+            new = replacement(child, self.ops)
+            if new is None:
+                wrap = not is_invariant and calls_torch_itself(child)
+                self._swap_layers(child, is_invariant or wrap)
+                if not wrap:
+                    continue
+                new = Invariant(child)
             for hooks in HOOKS:
                 object.__setattr__(new, hooks, getattr(child, hooks))
             new.eval()
             parent.add_module(name, new)
-            self._places = [place._replace(shadow=new) if place.shadow is child else place for place in self._places]
+            if not isinstance(new, Invariant):
+                self._places = [p._replace(shadow=new) if p.shadow is child else p for p in self._places]
 
     def _fuse(self, kernels: Native) -> dict[str, int]:
         """Replace what the C++ kernels do in fewer calls; how many modules of each class."""
@@ -109,11 +126,16 @@ class Shadow:
             return fuse(self.module, calls, seen, kernels)
 
     def refresh(self, force: bool = False) -> bool:
-        """Follow the user's model: replaced parameters, in-place updates, or (`force`) anything. True if so."""
+        """Follow the user's model: replaced parameters, in-place updates, or (`force`) anything. True if so.
+
+        Raises UnsupportedModelError if the model is no longer the one that this shadow was made for: other modules, or
+        weights of other shapes, types or devices.
+        """
         for place in self._places:
             original = place.original()
             if original is not None and getattr(original, place.table).get(place.name) is not place.tensor:
                 getattr(place.shadow, place.table)[place.name] = getattr(original, place.table).get(place.name)
+        self._check_structure()
         versions = [_version(place) for place in self._places]
         if not force and versions == self._versions:
             return False
@@ -122,6 +144,16 @@ class Shadow:
             if isinstance(module, Derived):
                 module.refresh(force)
         return True
+
+    def _check_structure(self) -> None:
+        model = self._model()
+        modules = [reference() for reference in self._modules]
+        if (model is None or list(model.modules()) == modules) and [_kind(p) for p in self._places] == self._kinds:
+            return
+        raise UnsupportedModelError(
+            f"{self.name} has got other modules, or weights of another shape, type or device, since the engine was "
+            "made for it; make a new one"
+        )
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, plan: Plan, keep: Tensor) -> Tensor:
         """Logits [len(keep), vocab] of the tokens at `keep` among the packed `input_ids` [T]."""
@@ -213,9 +245,14 @@ def _places(model: nn.Module, shadow: nn.Module) -> list[_Place]:
     return places
 
 
-def _version(place: _Place) -> tuple[int, int]:
+def _version(place: _Place) -> tuple[int, ...]:
     tensor = place.tensor
-    return (0, 0) if tensor is None else (id(tensor), 0 if tensor.is_inference() else tensor._version)
+    return () if tensor is None else stamp(tensor)
+
+
+def _kind(place: _Place) -> tuple[object, ...]:
+    tensor = place.tensor
+    return () if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def model_facts(model: PreTrainedModel, shadow: Shadow) -> ModelFacts:

@@ -5,6 +5,7 @@ sits in which slot is all in the plan.
 """
 
 import ctypes
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +22,15 @@ from chairlift.kernels import KVLayout, Native, Scratch
 from chairlift.kernels.native import ClGroup, ClStep
 from chairlift.model.attention import NativeStep, Plan, ReferenceStep
 from chairlift.model.loader import Shadow
+from chairlift.run.graphs import Program, capture
 from chairlift.run.inputs import SlotState, StepInputs
 from chairlift.sample.sampler import SampledTokens, Sampler, TokenLogprobs
-from chairlift.schedule.plan import ScheduledBatch, ScheduledRow, Seat, TableUpdate
+from chairlift.schedule.plan import PROMPT_LOGPROB_TOKENS, ScheduledBatch, ScheduledRow, Seat, TableUpdate
+
+logger = logging.getLogger(__name__)
 
 UNIT = 16  # tokens and numbers that the C++ attention takes together: pages and heads must be multiples
+PROBE_BLOCKS = 2  # of each group, outside the pool
 PROBE_TOKENS = 7  # of the start-up probe
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}  # of the logits' mean size
 
@@ -80,22 +85,38 @@ class ModelRunner:
         self._native = shadow.ops.native if fits else None
         unit = UNIT if self._native else 0
         self._storage = KVStorage(
-            layout, layers, config.num_blocks, config.num_host_blocks, shadow.dtype, shadow.device, unit
+            layout,
+            layers,
+            config.num_blocks + PROBE_BLOCKS * len(layout.groups),
+            config.num_host_blocks,
+            shadow.dtype,
+            shadow.device,
+            unit,
         )
         num_slots = config.max_requests_per_batch
+        self._probe_slot = num_slots  # and blocks of their own: a probe touches nobody's state
+        self._probe_blocks = [
+            tuple(config.num_blocks + 1 + group * PROBE_BLOCKS + i for i in range(PROBE_BLOCKS))
+            for group in range(len(layout.groups))
+        ]
         max_blocks = -(-(config.max_sequence_length + 1) // layout.page_size) + 1
-        self._slots = SlotState(num_slots, len(layout.groups), max_blocks)
+        self._slots = SlotState(num_slots + 1, len(layout.groups), max_blocks)
         self._sampler = Sampler(self._num_logits(), num_slots, shadow.device)
         self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=shadow.device)
         self._scratch = Scratch()
         tables = self._slots.tables
         self._cl_groups = (ClGroup * len(tables))(*(self._cl_group(table) for table in tables))
-        room = (config.num_blocks // len(layout.groups)) * layout.page_size
-        self.probe_tokens = [i % vocab_size for i in range(min(PROBE_TOKENS, config.max_sequence_length, room))]
+        self.probe_tokens = [i % vocab_size for i in range(min(PROBE_TOKENS, config.max_model_length))]
         self._groups = {layer.index: layout.place(layer.index)[0] for layer in layers}
         self._layouts = {
             layer.index: KVLayout.of(self._storage.key(layer.index)) for layer in layers if not self._native
         }
+
+        self._max_tokens = config.max_batch_tokens
+        self._max_logits = num_slots + PROMPT_LOGPROB_TOKENS
+        self._program: Program | None = None
+        self._is_hooked = shadow.is_hooked
+        self._capture()
 
     def _num_logits(self) -> int:
         return int(self._shadow.module.get_output_embeddings().weight.shape[0])
@@ -108,9 +129,38 @@ class ModelRunner:
     # ------------------------------------------------------------------ what the manager asks of a served model
 
     def refresh_weights(self, force: bool = False) -> bool:
-        """Follow the user's model; True if its weights have changed since, or by force."""
+        """Follow the user's model: its weights, and whether it is hooked. True if weights have changed, or by force."""
         with torch.no_grad():
-            return self._shadow.refresh(force)
+            changed = self._shadow.refresh(force)
+        if changed or self._is_hooked != self._shadow.is_hooked:
+            self._is_hooked = self._shadow.is_hooked
+            self._capture()
+        return changed
+
+    def _capture(self) -> None:
+        """Make the forward pass a program of the C++ kernels, if it can be one; hooks need the modules to run."""
+        self._program = None
+        sinks = any(call.has_sinks for call in self._shadow.layers.values())
+        if self._native is None or self._is_hooked or sinks or len(self.probe_tokens) < PROBE_TOKENS:
+            return
+        self._program = capture(self._native, self._shadow, self._captured_pass, self._max_tokens, self._max_logits)
+        if self._program is not None and not self._agrees(self._program):
+            logger.warning("%s: the captured program differs from the model; running without", self._shadow.name)
+            self._program = None
+
+    def _captured_pass(self, token_ids: Tensor, keep: Tensor) -> Tensor:
+        inputs = self._probe_inputs(token_ids.tolist(), 0, len(token_ids))
+        return self._shadow.forward(token_ids, torch.from_numpy(inputs.positions), self._attention(inputs), keep)
+
+    def _agrees(self, program: Program) -> bool:
+        """Whether a program gives what the modules give, on other tokens and another number of them."""
+        tokens = list(reversed(self.probe_tokens))[:-2]
+        with torch.no_grad():
+            inputs = self._probe_inputs(tokens, 0, len(tokens))
+            self._program = None
+            wanted = self._forward(inputs)
+            self._program = program
+            return torch.equal(self._forward(inputs), wanted)
 
     def prefix_salt(self, num_prompt: int) -> bytes:
         """What KV depends on beside the tokens before it: the regimes of length-dependent RoPE."""
@@ -119,7 +169,8 @@ class ModelRunner:
 
     def warmup(self) -> None:
         """Run one small step, so that the first real one finds everything allocated."""
-        self._probe(self.probe_tokens)
+        with torch.inference_mode(False):  # the caller may be in it; what is allocated is for the engine's thread
+            self._probe(self.probe_tokens)
 
     def verify(self, expected: Tensor) -> None:
         """Compare the paged path with the model's own logits of `probe_tokens` [tokens, vocab]; UnsupportedModelError
@@ -160,9 +211,11 @@ class ModelRunner:
             at = torch.from_numpy(inputs.last_tokens[inputs.carried])
             token_ids[at] = self._last_token[torch.from_numpy(inputs.slots[inputs.carried])]
         self._set_rope_regimes(inputs)
-        return self._shadow.forward(
-            token_ids, torch.from_numpy(inputs.positions), self._attention(inputs), torch.from_numpy(inputs.keep)
-        )
+        positions, keep = torch.from_numpy(inputs.positions), torch.from_numpy(inputs.keep)
+        plan = self._attention(inputs)
+        if isinstance(plan, NativeStep) and self._program is not None and len(keep) <= self._max_logits:
+            return self._program.run(plan.step, token_ids, positions, keep)
+        return self._shadow.forward(token_ids, positions, plan, keep)
 
     def _attention(self, inputs: StepInputs) -> Plan:
         return self._reference_step(inputs) if self._native is None else self._native_step(self._native, inputs)
@@ -251,16 +304,15 @@ class ModelRunner:
 
     def _probe(self, tokens: list[int]) -> Tensor:
         """Logits [len(tokens), vocab] of one sequence in two chunks, through cache blocks that nobody owns yet."""
-        logits = []
+        half = -(-len(tokens) // 2)
         with torch.no_grad():
-            num_blocks = -(-len(tokens) // self._layout.page_size)
-            groups = len(self._layout.groups)
-            blocks = tuple(tuple(range(1 + g * num_blocks, 1 + (g + 1) * num_blocks)) for g in range(groups))
-            seat = Seat(0, tuple(tokens), len(tokens), None, 0)  # type: ignore[arg-type]  # nothing is sampled
-            self._slots.apply([seat], [TableUpdate(0, 0, blocks)])
-            half = -(-len(tokens) // 2)
-            for start, count in ((0, half), (half, len(tokens) - half)):
-                if count:
-                    inputs = self._slots.build([ScheduledRow(0, 0, start, count, count, False)])
-                    logits.append(self._forward(inputs))
+            chunks = [(0, half), (half, len(tokens) - half)]
+            logits = [self._forward(self._probe_inputs(tokens, *chunk)).clone() for chunk in chunks if chunk[1]]
         return torch.cat(logits)
+
+    def _probe_inputs(self, tokens: list[int], start: int, count: int) -> StepInputs:
+        """A step that computes `count` of these tokens, with logits for all of them."""
+        slot = self._probe_slot
+        seat = Seat(slot, tuple(tokens), len(tokens), None, 0)  # type: ignore[arg-type]  # nothing is sampled
+        self._slots.apply([seat], [TableUpdate(slot, 0, tuple(self._probe_blocks))])
+        return self._slots.build([ScheduledRow(0, slot, start, count, count, False)])

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from chairlift.cache.table import BlockCopy
 from chairlift.params import SamplingParams
 
+PROMPT_LOGPROB_TOKENS = 256  # prompt tokens of one step that may get logits: [tokens, vocab] floats must fit in memory
+
 
 class Seat(NamedTuple):
     """A sequence takes a slot of the device's per-sequence state; whatever the slot held before is forgotten."""

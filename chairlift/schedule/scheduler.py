@@ -14,10 +14,8 @@ from typing import Protocol
 from chairlift.cache.cache import KVCache
 from chairlift.cache.table import BlockCopy
 from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence
-from chairlift.schedule.plan import ScheduledBatch, ScheduledRow, Seat, TableUpdate
+from chairlift.schedule.plan import PROMPT_LOGPROB_TOKENS, ScheduledBatch, ScheduledRow, Seat, TableUpdate
 from chairlift.schedule.policy import Policy
-
-PROMPT_LOGPROB_TOKENS = 256  # prompt tokens of one step that may get logits: [tokens, vocab] floats must fit in memory
 
 
 class Sampled(Protocol):
