@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM as TransformersAutoModel
 from transformers import GenerationConfig, PreTrainedModel
@@ -106,7 +107,13 @@ def init_continuous_batching(
     config = continuous_batching_config or _config_of(generation_config)
     if not isinstance(config, ContinuousBatchingConfig):
         raise TypeError(f"continuous_batching_config must be a chairlift.ContinuousBatchingConfig, got {config!r:.80}")
-    hints = workload_hints or WorkloadHints()
+    with torch.inference_mode(False):  # the caller may be in it; what is allocated is for the engine's thread
+        return _make_manager(model, generation_config, config, workload_hints or WorkloadHints())
+
+
+def _make_manager(
+    model: PreTrainedModel, generation_config: GenerationConfig, config: ContinuousBatchingConfig, hints: WorkloadHints
+) -> ContinuousBatchingManager:
     shadow = Shadow(model)
     layers = [
         LayerSpec(index=index, window=call.window, num_kv_heads=call.num_kv_heads, head_dim=call.head_dim)
@@ -169,7 +176,12 @@ def continuous_batching_context_manager(
     """A started manager; on leaving it is stopped, and destroyed unless `persistent_manager`: then the next call with
     equal configs gets it back, one with other configs replaces it. `block` and `timeout` are those of `stop`."""
     config = continuous_batching_config or _config_of(generation_config)
-    key = (_comparable(generation_config or _own_config(model)), _comparable(_own_config(model)), config)
+    key = (
+        _comparable(generation_config or _own_config(model)),
+        _comparable(_own_config(model)),
+        config,
+        (model.dtype, model.device, *map(id, model.modules())),
+    )
     desk = _desk(model)
     with desk.lock:
         session = desk.kept

@@ -216,6 +216,62 @@ def test_what_cannot_be_served_is_refused_by_name() -> None:
         attach(headless).generate_batch([[1, 2]], max_new_tokens=1)
 
 
+def test_a_type_without_operators_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM.*float64"):
+        tiny.llama().to(torch.float64).generate_batch([[1, 2]], max_new_tokens=1)
+
+
+def test_inside_inference_mode() -> None:
+    """Whatever is made there is used by another thread, which is not."""
+    with torch.inference_mode():
+        model = tiny.llama()
+    wanted = expected(model, prompt(9), 6)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert tokens_of(batch(model, [prompt(9)], max_new_tokens=6, warmup=True)) == [wanted]
+    with torch.inference_mode():
+        manager = model.init_continuous_batching(continuous_batching_config=small())
+        manager.warmup()
+    manager.start()
+    assert answer(manager, prompt(9), 6).generated_tokens == wanted
+    with torch.inference_mode(), manager.pause(weights_changed=True):
+        pass
+    assert answer(manager, prompt(9), 6).generated_tokens == wanted
+    manager.destroy()
+
+
+CHANGES_OF_KIND: list[Callable[[Any], Any]] = [
+    lambda model: model.to(torch.bfloat16),
+    lambda model: model.resize_token_embeddings(VOCAB + 7, mean_resizing=False),
+    lambda model: setattr(model.model.layers[0].mlp, "up_proj", copy.deepcopy(model.model.layers[0].mlp.up_proj)),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_KIND)
+def test_another_model_under_the_engine_is_noticed(change: Callable[[Any], Any]) -> None:
+    """Never old weights, nor memory that is no longer the model's: an engine of its own answers for the new one."""
+    model = tiny.llama()
+    kept: dict[str, Any] = dict(max_new_tokens=6, persistent_manager=True)
+    assert tokens_of(batch(model, [prompt(9)], **kept)) == [expected(model, prompt(9), 6)]
+    with serving(model, num_blocks=32) as manager:
+        answer(manager, prompt(9), 6)
+        change(model)
+        with pytest.raises(EngineDeadError, match="make a new one"):
+            answer(manager, prompt(9), 6)
+    assert tokens_of(batch(model, [prompt(9)], **kept)) == [expected(model, prompt(9), 6)]
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_weights_that_are_moved_are_followed() -> None:
+    """`parameter.data = ...` frees what was there before, and leaves no version."""
+    model = tiny.llama()
+    with serving(model) as manager:
+        for factor in (1.0, -1.5, 2.0):
+            for parameter in model.parameters():
+                parameter.data = parameter.data * factor
+            assert answer(manager, prompt(9), 6).generated_tokens == expected(model, prompt(9), 6)
+
+
 # ------------------------------------------------------------------------------------------- 2: generate_batch
 
 
