@@ -54,8 +54,9 @@ def engine(depth: int, *new_tokens: int) -> tuple[Engine, list[str]]:
 
 def snapshot(each: Engine) -> Stats:
     """What was recorded; the rest is not the recorder's."""
-    names = "running waiting free_blocks cached_blocks used_blocks total_blocks preemptions swaps".split()
-    return each.recorder.snapshot(**dict.fromkeys(names, 0), prefix_hit_tokens=0, prefix_queried_tokens=0)
+    blocks = ("free_blocks", "cached_blocks", "used_blocks", "total_blocks")
+    others = ("running", "waiting", "preemptions", "swaps", "prefix_hit_tokens", "prefix_queried_tokens")
+    return each.recorder.snapshot(**dict.fromkeys((*blocks, *others), 0))
 
 
 def test_at_depth_1_a_step_is_committed_before_the_next_is_planned() -> None:

@@ -499,7 +499,8 @@ def test_who_gave_way_goes_before_those_who_never_ran() -> None:
 
 
 def test_nobody_is_seated_in_a_step_in_which_somebody_gave_way() -> None:
-    world = World(blocks=10, budget=64)
+    """Not even who gave way, though its first few tokens would fit again."""
+    world = World(blocks=10, budget=4)
     for name in "abc":
         world.add(name, (0, 1, 1, *name.encode()), new=20)
     world.step()
@@ -564,6 +565,15 @@ def test_a_prompt_that_was_answered_is_not_computed_again() -> None:
     assert world.step()[0] == {"b": 1}
     world.add("c", (1,) * 10, new=1, match_prefix=False)
     assert world.step()[0] == {"c": 10}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_answer_that_was_given_is_not_computed_again(depth: int) -> None:
+    world = World(depth=depth)
+    world.add("a", (1, 0), new=20)
+    output = world.finish()["a"]
+    world.add("b", (1, 0, *output.generated_tokens), new=1)
+    assert world.step()[0] == {"b": 1}, "all but the last sampled token has KV"
 
 
 def test_without_sharing_nothing_stays_cached() -> None:
