@@ -34,7 +34,7 @@ demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check

@@ -152,7 +152,7 @@ class HostCopy:
                 torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
                 for tensor in tensors
             ]
-            self._done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._done = torch.cuda.Event()
             self._done.record()
 
     def wait(self) -> list[Tensor]:
