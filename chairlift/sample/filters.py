@@ -5,19 +5,55 @@ A token's weight is the integer part of `exp(z) * 2**40`. Sums of integers do no
 shape of a reduction nor the other rows reach a row's result. A row with NaN gets some token; the caller refuses it.
 """
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from chairlift.sample.tensors import to_device
+from chairlift.sample.tensors import pick, to_device
 
 _CHUNK = 128  # entries that the first level of the draw sums up
+_SHORTLISTS = (64, 256)  # widths
 _HEAD = 64  # most likely tokens among which a nucleus is looked for before the whole row is sorted
 _MOST_SELECTED = 256  # up to here selecting the k largest is faster than sorting the row
 _UNIT = float(1 << 40)
 _WEIGHTLESS = -32.0
+
+
+class Candidates(NamedTuple):
+    """The tokens among which some rows are drawn."""
+
+    rows: NDArray[np.intp]
+    logits: Tensor  # [len(rows), width]
+    ids: Tensor | None  # [len(rows), width] int64, ascending; None: the columns are the token ids
+
+
+def candidates(logits: Tensor, k: NDArray[np.int64]) -> Iterator[Candidates]:
+    """Cut rows with a small top_k down to their largest logits, so that all that follows looks at few tokens.
+
+    logits: [num_rows, vocab]; k: [num_rows], 0 for all tokens. Whether a row is cut, and to which width, depends on
+    that row alone: not one whose k-th largest logit may have equals beyond the cut. A GPU is not asked which these
+    are, it takes whole rows.
+    """
+    whole = np.full(len(k), True)
+    for least, width in zip((0, *_SHORTLISTS), _SHORTLISTS, strict=False):
+        fitting = np.flatnonzero((k > 0) & (k >= least) & (k < width))
+        if not len(fitting) or width >= logits.shape[-1] or not logits.is_cpu:
+            continue
+        largest, ids = pick(logits, fitting).topk(width, dim=-1)
+        floor = largest.gather(1, to_device(k[fitting] - 1, logits.device)[:, None])
+        clear = np.flatnonzero((largest[:, -1:] < floor).numpy())
+        if len(clear):
+            ids, order = pick(ids, clear).sort(-1)
+            whole[fitting[clear]] = False
+            yield Candidates(fitting[clear], pick(largest, clear).gather(1, order), ids)
+    rest = np.flatnonzero(whole)
+    if len(rest):
+        yield Candidates(rest, pick(logits, rest), None)
 
 
 def centred(logits: Tensor, temperature: Tensor) -> Tensor:

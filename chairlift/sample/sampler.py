@@ -157,7 +157,7 @@ class Sampler:
         """
         step = _rows_at_a_time(logits)
         return [
-            _score(_widened(logits[at : at + step]).log_softmax(-1), targets[at : at + step], num_top)
+            _score(_widened(logits[at : at + step]).log_softmax(-1), targets[at : at + step, None], num_top)
             for at in range(0, len(logits), step)
         ]
 
@@ -177,7 +177,7 @@ class Sampler:
                 choices.append(_most_likely(work[greedy], pick(edited, greedy)))
             if len(drawn):
                 index = work[drawn]
-                choices.append(_drawn(index, pick(edited, drawn), rows[index], positions[index]))
+                choices += _drawn(index, pick(edited, drawn), rows[index], positions[index])
         tokens, valid = _assembled(choices)
         self._remember(tokens, slots, rows)
         scored = [each for choice in choices for each in _scored(choice, logits, rows)]
@@ -262,11 +262,17 @@ class _Part(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """The tokens of some rows, and the logits by which they were chosen."""
+    """What was chosen for some rows, and the logits by which it was."""
 
     rows: NDArray[np.intp]  # of the batch
-    logits: Tensor  # [len(rows), vocab] float32
-    tokens: Tensor  # [len(rows)] int64
+    logits: Tensor  # [len(rows), width] float32
+    columns: Tensor  # [len(rows), 1] int64, of `logits`
+    ids: Tensor | None = None  # [len(rows), width], the token of each column; None: its index
+
+    @property
+    def tokens(self) -> Tensor:
+        """[len(rows)] int64."""
+        return (self.columns if self.ids is None else self.ids.gather(1, self.columns))[:, 0]
 
 
 def _widened(logits: Tensor) -> Tensor:
@@ -275,21 +281,25 @@ def _widened(logits: Tensor) -> Tensor:
 
 def _most_likely(index: NDArray[np.intp], logits: Tensor) -> _Choice:
     """The largest logit of each row, the lowest id among equals; NaN counts as the largest."""
-    return _Choice(index, logits, logits.max(-1).indices)
+    return _Choice(index, logits, logits.max(-1, keepdim=True).indices)
 
 
-def _drawn(index: NDArray[np.intp], logits: Tensor, rows: NDArray[Any], positions: NDArray[np.int64]) -> _Choice:
+def _drawn(
+    index: NDArray[np.intp], logits: Tensor, rows: NDArray[Any], positions: NDArray[np.int64]
+) -> Iterator[_Choice]:
     """Temperature, the filters in the order of `generate`, and the draw."""
-    z = filters.centred(logits, to_device(rows["temperature"], logits.device))
-    for feature, column, keep in _FILTERS:
-        chosen = having(rows, feature)
-        if len(chosen):
-            part = pick(z, chosen)
-            keep(part, rows[column][chosen])
-            if part is not z:
-                z[to_device(chosen, z.device)] = part
-    noise = to_device(uniforms(rows["key"], positions), z.device)
-    return _Choice(index, z, filters.draw(z, noise))
+    noise = uniforms(rows["key"], positions)
+    for some, part, ids in filters.candidates(logits, rows["top_k"]):
+        records = rows[some]
+        z = filters.centred(part, to_device(records["temperature"], part.device))
+        for feature, column, keep in _FILTERS:
+            chosen = having(records, feature)
+            if len(chosen):
+                kept = pick(z, chosen)
+                keep(kept, records[column][chosen])
+                if kept is not z:
+                    z[to_device(chosen, z.device)] = kept
+        yield _Choice(index[some], z, filters.draw(z, to_device(noise[some], z.device))[:, None], ids)
 
 
 _FILTERS: tuple[tuple[Feature, str, Callable[[Tensor, NDArray[Any]], None]], ...] = (
@@ -302,7 +312,7 @@ _FILTERS: tuple[tuple[Feature, str, Callable[[Tensor, NDArray[Any]], None]], ...
 
 def _assembled(choices: list[_Choice]) -> tuple[Tensor, Tensor]:
     """Tokens of all rows, [num_rows] int64, and which of them are tokens at all, [num_rows] bool."""
-    parts = [(c.tokens, c.logits.gather(1, c.tokens[:, None])[:, 0] > -torch.inf) for c in choices]
+    parts = [(choice.tokens, choice.logits.gather(1, choice.columns)[:, 0] > -torch.inf) for choice in choices]
     if len(parts) == 1:
         return parts[0]
     tokens, valid = (torch.cat(part) for part in zip(*parts, strict=True))
@@ -318,11 +328,19 @@ def _scored(choice: _Choice, logits: Tensor, rows: NDArray[Any]) -> Iterator[tup
     is_raw = features & Feature.RAW_LOGPROBS.value != 0
     for raw, count in sorted({(bool(is_raw[i]), int(num_top[i])) for i in asking}):
         group = asking[(is_raw[asking] == raw) & (num_top[asking] == count)]
-        index = choice.rows[group]
-        source = _widened(pick(logits, index)) if raw else pick(choice.logits, group)
-        yield index, _score(source.log_softmax(-1), pick(choice.tokens, group), count)
+        index, ids = choice.rows[group], None
+        if raw:
+            source, columns = _widened(pick(logits, index)), pick(choice.tokens[:, None], group)
+        else:
+            source, columns = pick(choice.logits, group), pick(choice.columns, group)
+            ids = None if choice.ids is None else pick(choice.ids, group)
+        yield index, _score(source.log_softmax(-1), columns, count, ids)
 
 
-def _score(logprobs: Tensor, tokens: Tensor, num_top: int) -> TokenLogprobs:
-    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
-    return TokenLogprobs(chosen, tuple(logprobs.topk(num_top, dim=-1)) if num_top else ())
+def _score(logprobs: Tensor, columns: Tensor, num_top: int, ids: Tensor | None = None) -> TokenLogprobs:
+    """logprobs: [num_rows, width]; columns: [num_rows, 1], the chosen ones; ids: the columns' tokens, if not these."""
+    chosen = logprobs.gather(1, columns)[:, 0]
+    if not num_top:
+        return TokenLogprobs(chosen, ())
+    values, best = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+    return TokenLogprobs(chosen, (values, best if ids is None else ids.gather(1, best)))

@@ -139,10 +139,14 @@ def test_equals_transformers(case, dtype, vocab):
     assert_same(processed(logits, overrides), expected(logits, make_processors()))
 
 
-def test_top_k_keeps_ties_as_transformers_does():
-    logits = (rows(97, scale=4.0) / 2).round() * 2
-    for k in (1, 3, 10):
-        assert_same(processed(logits, {"temperature": 1.0, "top_k": k}), expected(logits, [hf.TopKLogitsWarper(k)]))
+@pytest.mark.parametrize("vocab", [97, 1031])
+@pytest.mark.parametrize("k", [1, 3, 63, 64, 65, 255, 256, 400])
+def test_top_k_keeps_ties_as_transformers_does(k, vocab):
+    """Some rows have few equals at the k-th place, some hundreds: more than a shortlist holds."""
+    logits = rows(vocab)
+    for row, grid in enumerate((0.1, 0.5, 1.0, 2.0, 8.0)):
+        logits[row] = (logits[row] / grid).round() * grid
+    assert_same(processed(logits, {"temperature": 1.0, "top_k": k}), expected(logits, [hf.TopKLogitsWarper(k)]))
 
 
 def nucleus(row, mass):

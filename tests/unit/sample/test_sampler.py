@@ -9,7 +9,7 @@ import torch
 
 from chairlift.errors import ChairliftError
 from chairlift.params import SamplingDefaults
-from chairlift.sample import Sampler
+from chairlift.sample import Sampler, filters
 from chairlift.sample import sampler as sampler_module
 
 VOCAB = 97
@@ -135,6 +135,16 @@ def test_seeds_differ():
         sampler.seat(0, [5], 1, params(temperature=1.5), seed)
         answers.add(tuple(sampler.sample(rows(1).expand(20, -1), [0] * 20, list(range(20))).to_host().tokens))
     assert len(answers) == 24
+
+
+def test_a_shortlist_changes_no_token(monkeypatch):
+    """Rows with a small top_k are drawn among few candidates: the same tokens as among all."""
+    vocab = 1031
+    logits = rows(200, vocab)
+    requests = [params(vocab, temperature=2.0, top_k=2 + row, top_p=(0.9, 1.0)[row % 2]) for row in range(200)]
+    drawn = sample(logits, requests).tokens
+    monkeypatch.setattr(filters, "_SHORTLISTS", ())
+    assert sample(logits, requests).tokens == drawn
 
 
 # --- logprobs -------------------------------------------------------------------------------------------------------
