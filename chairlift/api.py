@@ -114,7 +114,7 @@ def init_continuous_batching(
 def _make_manager(
     model: PreTrainedModel, generation_config: GenerationConfig, config: ContinuousBatchingConfig, hints: WorkloadHints
 ) -> ContinuousBatchingManager:
-    shadow = Shadow(model)
+    shadow = Shadow(model, config.pack_weights)
     layers = [
         LayerSpec(index=index, window=call.window, num_kv_heads=call.num_kv_heads, head_dim=call.head_dim)
         for index, call in shadow.layers.items()
@@ -136,7 +136,7 @@ def _make_manager(
         logits_processed=bool(generation_config.do_sample),
     )
     runner = ModelRunner(shadow, layout, layers, resolved, vocab_size(model))
-    runner.verify(shadow.own_logits(runner.probe_tokens))
+    runner.verify()
     policy = POLICIES[resolved.scheduler]() if isinstance(resolved.scheduler, str) else resolved.scheduler
     scheduler = Scheduler(
         KVCache(layout, resolved.num_blocks, resolved.num_host_blocks),

@@ -170,6 +170,9 @@ class ContinuousBatchingConfig:
     auto_switch_to_flash: bool = _setting(
         True, _FLAG, "use the fastest attention this machine has; False keeps sdpa or eager"
     )
+    pack_weights: bool = _setting(
+        True, _FLAG, "keep a second copy of the matrices, laid out for the CPU kernels; False: slower, no copy"
+    )
     max_queue_size: int = _setting(0, _integer(0), "waiting requests; 0: no bound")
     seed: int | None = _setting(None, _optional(_integer()), "for requests without a seed of their own")
 
@@ -218,6 +221,7 @@ class ModelFacts:
     dtype: str
     itemsize: int  # bytes of one element of weights, activations and KV
     parameter_bytes: int
+    packed_bytes: int = 0  # of the second copy of the matrices, laid out for the kernels
     attention: str = "sdpa"  # the implementation the model was loaded with
 
     @property
@@ -252,6 +256,7 @@ class ResolvedConfig:
     blocks_per_request: int  # of the longest request: as hinted, else as long as the model and the cache allow
     max_memory_percent: float
     activation_bytes: int  # estimate for one full forward pass
+    packed_bytes: int  # of the matrices laid out for the kernels, beside the model's own
     num_host_blocks: int
 
     max_model_length: int  # tokens, the model's own limit
@@ -295,6 +300,7 @@ class ResolvedConfig:
             "num_blocks": f"{self.num_blocks} = {_size(self.cache_bytes)}",
             "num_host_blocks": f"{self.num_host_blocks} = {_size(self.cpu_offload_bytes)}",
             "activations": _size(self.activation_bytes),
+            "packed weights": _size(self.packed_bytes),
             "max_memory_percent": self.max_memory_percent,
             "longest request": f"{self.max_sequence_length} of the model's {self.max_model_length} tokens",
             "concurrency": f"{self.max_concurrency} requests of {self.blocks_per_request} blocks",
@@ -408,7 +414,7 @@ def resolve(
     tokens, rows = _pass_size(config, hints, activations, device.free_memory)
     length = _hinted_length(hints, model.max_model_length)
     workload = rows * blocks.needed(length or model.max_model_length, tokens)
-    spare = int(share * (device.free_memory - activations.bytes(tokens, rows)))
+    spare = int(share * (device.free_memory - model.packed_bytes - activations.bytes(tokens, rows)))
     if device.kind == "cpu":
         spare -= int((config.cpu_offload_space or 0.0) * GIB)  # it comes out of the same memory
     num_blocks = config.num_blocks or max(0, spare // block_bytes)
@@ -439,6 +445,7 @@ def resolve(
         blocks_per_request=blocks.needed(length or max_sequence_length, tokens),
         max_memory_percent=share,
         activation_bytes=activation_bytes,
+        packed_bytes=model.packed_bytes,
         num_host_blocks=num_host_blocks,
         max_model_length=model.max_model_length,
         max_sequence_length=max_sequence_length,

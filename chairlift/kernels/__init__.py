@@ -29,6 +29,7 @@ class Ops:
     build_attention_plan: Callable[..., AttentionPlan]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     paged_attention: Callable[..., Tensor]
+    packs: bool = True  # whether `pack_linear` makes a copy of the weight
     native: Native | None = None  # the C++ kernels, where there are any
 
 
@@ -41,13 +42,23 @@ REFERENCE = Ops(
     paged_attention=reference.paged_attention,
 )
 
+UNPACKED = replace(
+    REFERENCE,
+    pack_linear=lambda weight, bias=None: (weight, bias),
+    linear=lambda x, packed: reference.unpacked_linear(x, *packed),
+    packs=False,
+)
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def ops_for(device: torch.device, dtype: torch.dtype) -> Ops:
-    """The fastest operators for models of `dtype` on `device`. Raises `ValueError` where there are none."""
+def ops_for(device: torch.device, dtype: torch.dtype, pack_weights: bool = True) -> Ops:
+    """The fastest operators for models of `dtype` on `device`; without packed weights those that read weights in
+    place. Raises `ValueError` where there are none."""
     if device.type != "cpu" or dtype not in _DTYPES:
         raise ValueError(f"no operators for {dtype} on {device}; use float32, bfloat16 or float16 on the CPU")
+    if not pack_weights:
+        return UNPACKED
     if (kernels := machine_kernels()) is None:
         return REFERENCE
     return replace(REFERENCE, pack_linear=kernels.pack, linear=kernels.linear, native=kernels)

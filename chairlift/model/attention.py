@@ -135,21 +135,6 @@ AttentionInterface.register(DISCOVERY, discovery_forward)
 AttentionMaskInterface.register(DISCOVERY, describe_mask)
 
 
-class Recorder:
-    """A plan that only notes what each layer is called with."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, LayerCall] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None
-    ) -> Tensor:
-        if layer in self.calls:
-            raise UnsupportedModelError(f"layer {layer} attends twice in one pass; its cache would be ambiguous")
-        self.calls[layer] = call
-        return query.new_zeros(1, query.shape[2], call.num_heads, call.value_dim)
-
-
 class ReferenceStep:
     """One step's attention by the PyTorch operators: store the new KV of every layer, then attend over the pages.
 

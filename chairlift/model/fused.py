@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import Native, native
 from chairlift.kernels.native import Activation, ClGroup, ClStep, NormFlags, Packed
 from chairlift.model.attention import LayerCall, NativeStep, RopeStyle, Seam
@@ -247,6 +249,8 @@ class Seen:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None
     ) -> Tensor:
+        if layer in self.layers:
+            raise UnsupportedModelError(f"layer {layer} attends twice in one pass; its cache would be ambiguous")
         self.layers[layer] = (call, query.clone(), key.clone(), value.clone())
         return query.transpose(1, 2)[..., : call.value_dim]
 
@@ -283,7 +287,7 @@ def candidates(root: nn.Module) -> list[nn.Module]:
     return [
         module
         for module in root.modules()
-        if "Norm" in type(module).__name__ or any(isinstance(child, Projection) for child in module.children())
+        if "Norm" in type(module).__name__ or any(isinstance(child, (nn.Linear, Conv1D)) for child in module.children())
     ]
 
 

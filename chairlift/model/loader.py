@@ -18,10 +18,10 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 
 from chairlift.config import DeviceFacts, ModelFacts
 from chairlift.errors import UnsupportedModelError
-from chairlift.kernels import Native, ops_for
-from chairlift.model.attention import ATTENTION, DISCOVERY, LayerCall, Plan, Recorder, Seam
-from chairlift.model.fused import Seen, candidates, fuse, is_hooked, watched
-from chairlift.model.layers import Derived, Invariant, RopeTable, calls_torch_itself, replacement, stamp
+from chairlift.kernels import ops_for
+from chairlift.model.attention import ATTENTION, DISCOVERY, LayerCall, Plan, Seam
+from chairlift.model.fused import Call, Seen, candidates, fuse, is_hooked, watched
+from chairlift.model.layers import Derived, Invariant, Projection, RopeTable, calls_torch_itself, replacement, stamp
 
 HOOKS = (
     "_forward_hooks",
@@ -32,6 +32,7 @@ HOOKS = (
 )
 SERVED_LAYERS = {"full_attention", "sliding_attention"}
 RESTARTED = {"phi3", "phimoe", "phi4_multimodal"}  # the other models keep the KV of short factors when they grow long
+PROBE_TOKENS = 7  # of the passes at start-up that show what the model does
 UNBOUNDED = 1 << 20  # tokens, for a model that states no context length
 
 
@@ -57,7 +58,7 @@ class Shadow:
     what cannot be served.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, pack_weights: bool = True) -> None:
         _refuse(model)
         self.name = _name(model)
         self.dtype: torch.dtype = model.dtype
@@ -70,7 +71,7 @@ class Shadow:
             if hasattr(module, "layer_idx"):
                 object.__setattr__(module, "seam", self._seam)
         try:
-            self.ops = ops_for(self.device, self.dtype)
+            self.ops = ops_for(self.device, self.dtype, pack_weights)
         except ValueError as error:
             raise UnsupportedModelError(f"{self.name} cannot be served: {error}") from None
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -78,10 +79,20 @@ class Shadow:
         self._model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         self._kinds = [_kind(place) for place in self._places]
-        self.layers = self._discover()
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROBE_TOKENS
+        self.probe_tokens = [token % vocab_size(model) for token in range(min(PROBE_TOKENS, limit))]
+        self.probe_logits = self._own_logits()
+        calls, seen = self._observe()
+        self.layers = self._check_layers(seen)
         self._swap_layers(self.module)
-        self.fused = {} if self.ops.native is None else self._fuse(self.ops.native)
+        # How many modules of each class the C++ kernels do in fewer calls.
+        self.fused = {} if self.ops.native is None else fuse(self.module, calls, seen, self.ops.native)
         self._versions = [_version(place) for place in self._places]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the matrices laid out for the kernels, beside the model's own."""
+        return sum(m.weight.nbytes for m in self.module.modules() if isinstance(m, Projection)) if self.ops.packs else 0
 
     @property
     def ropes(self) -> list[RopeTable]:
@@ -115,15 +126,6 @@ class Shadow:
             parent.add_module(name, new)
             if not isinstance(new, Invariant):
                 self._places = [p._replace(shadow=new) if p.shadow is child else p for p in self._places]
-
-    def _fuse(self, kernels: Native) -> dict[str, int]:
-        """Replace what the C++ kernels do in fewer calls; how many modules of each class."""
-        seen = Seen()
-        ids = torch.arange(5, device=self.device)
-        with torch.no_grad():
-            with watched(candidates(self.module)) as calls:
-                self.forward(ids, ids, seen, ids[:2])
-            return fuse(self.module, calls, seen, kernels)
 
     def refresh(self, force: bool = False) -> bool:
         """Follow the user's model: replaced parameters, in-place updates, or (`force`) anything. True if so.
@@ -163,27 +165,28 @@ class Shadow:
         logits: Tensor = out.logits[0]
         return logits if self._keeps_logits else logits[keep]
 
-    def own_logits(self, tokens: list[int]) -> Tensor:
-        """Logits [len(tokens), vocab] as the model gives them with attention of its own and without a cache."""
+    def _own_logits(self) -> Tensor:
+        """Logits [tokens, vocab] of the probe as the model gives them, with attention of its own and without a cache."""
         self.module.set_attn_implementation("eager")
-        self._seam.plan = None
-        try:
-            with torch.no_grad():
-                ids = torch.tensor([tokens], device=self.device)
-                logits: Tensor = self.module(ids, use_cache=False).logits[0]
-                return logits
-        finally:
-            self.module.set_attn_implementation(ATTENTION)
-
-    def _discover(self) -> dict[int, LayerCall]:
-        """Which attention layers there are, from one forward pass: what each one is called with."""
-        recorder = Recorder()
-        tokens = torch.zeros(2, dtype=torch.long, device=self.device)
-        self.module.set_attn_implementation(DISCOVERY)
         with torch.no_grad():
-            self.forward(tokens, torch.arange(2, device=self.device), recorder, tokens[:1])
+            logits: Tensor = self.module(torch.tensor([self.probe_tokens], device=self.device), use_cache=False).logits[
+                0
+            ]
+        return logits
+
+    def _observe(self) -> tuple[dict[nn.Module, Call], Seen]:
+        """What modules were called with and gave in one pass of the probe, and what each attention layer was."""
+        seen = Seen()
+        ids = torch.tensor(self.probe_tokens, device=self.device)
+        self.module.set_attn_implementation(DISCOVERY)
+        with torch.no_grad(), watched(candidates(self.module)) as calls:
+            self.forward(ids, torch.arange(len(ids), device=self.device), seen, ids[:1] * 0)
         self.module.set_attn_implementation(ATTENTION)
-        calls = recorder.calls
+        return calls, seen
+
+    def _check_layers(self, seen: Seen) -> dict[int, LayerCall]:
+        """The attention layers by number. Raises UnsupportedModelError for a layer without a cache."""
+        calls = {index: seen.layers[index][0] for index in sorted(seen.layers)}
         text = self.module.config.get_text_config()
         if missing := sorted(set(range(text.num_hidden_layers)) - set(calls)):
             raise UnsupportedModelError(
@@ -195,7 +198,7 @@ class Shadow:
                 raise UnsupportedModelError(
                     f"layer {index} of {self.name} is {kind!r} but attends with a window of {calls[index].window}"
                 )
-        return dict(sorted(calls.items()))
+        return calls
 
 
 def _name(model: nn.Module) -> str:
@@ -269,6 +272,7 @@ def model_facts(model: PreTrainedModel, shadow: Shadow) -> ModelFacts:
         dtype=str(shadow.dtype).removeprefix("torch."),
         itemsize=shadow.dtype.itemsize,
         parameter_bytes=sum(parameter.nbytes for parameter in model.parameters()),
+        packed_bytes=shadow.packed_bytes,
         attention=(model.config._attn_implementation or "eager").removeprefix("paged|"),
     )
 

@@ -22,7 +22,7 @@ from chairlift.kernels import KVLayout, Native, Scratch
 from chairlift.kernels.native import ClGroup, ClStep
 from chairlift.model.attention import NativeStep, Plan, ReferenceStep
 from chairlift.model.loader import Shadow
-from chairlift.run.graphs import Program, capture
+from chairlift.run.graphs import CAPTURED_TOKENS, Program, capture
 from chairlift.run.inputs import SlotState, StepInputs
 from chairlift.sample.sampler import SampledTokens, Sampler, TokenLogprobs
 from chairlift.schedule.plan import PROMPT_LOGPROB_TOKENS, ScheduledBatch, ScheduledRow, Seat, TableUpdate
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 UNIT = 16  # tokens and numbers that the C++ attention takes together: pages and heads must be multiples
 PROBE_BLOCKS = 2  # of each group, outside the pool
-PROBE_TOKENS = 7  # of the start-up probe
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}  # of the logits' mean size
 
 
@@ -106,7 +105,6 @@ class ModelRunner:
         self._scratch = Scratch()
         tables = self._slots.tables
         self._cl_groups = (ClGroup * len(tables))(*(self._cl_group(table) for table in tables))
-        self.probe_tokens = [i % vocab_size for i in range(min(PROBE_TOKENS, config.max_model_length))]
         self._groups = {layer.index: layout.place(layer.index)[0] for layer in layers}
         self._layouts = {
             layer.index: KVLayout.of(self._storage.key(layer.index)) for layer in layers if not self._native
@@ -141,7 +139,7 @@ class ModelRunner:
         """Make the forward pass a program of the C++ kernels, if it can be one; hooks need the modules to run."""
         self._program = None
         sinks = any(call.has_sinks for call in self._shadow.layers.values())
-        if self._native is None or self._is_hooked or sinks or len(self.probe_tokens) < PROBE_TOKENS:
+        if self._native is None or self._is_hooked or sinks:
             return
         self._program = capture(self._native, self._shadow, self._captured_pass, self._max_tokens, self._max_logits)
         if self._program is not None and not self._agrees(self._program):
@@ -154,7 +152,7 @@ class ModelRunner:
 
     def _agrees(self, program: Program) -> bool:
         """Whether a program gives what the modules give, on other tokens and another number of them."""
-        tokens = list(reversed(self.probe_tokens))[:-2]
+        tokens = self._shadow.probe_tokens[::-1][: CAPTURED_TOKENS - 2]
         with torch.no_grad():
             inputs = self._probe_inputs(tokens, 0, len(tokens))
             self._program = None
@@ -170,12 +168,13 @@ class ModelRunner:
     def warmup(self) -> None:
         """Run one small step, so that the first real one finds everything allocated."""
         with torch.inference_mode(False):  # the caller may be in it; what is allocated is for the engine's thread
-            self._probe(self.probe_tokens)
+            self._probe(self._shadow.probe_tokens)
 
-    def verify(self, expected: Tensor) -> None:
-        """Compare the paged path with the model's own logits of `probe_tokens` [tokens, vocab]; UnsupportedModelError
-        if they differ: the model then depends on something that the paged path does not give it."""
-        got = self._probe(self.probe_tokens).float()
+    def verify(self) -> None:
+        """Compare the paged path with the model's own logits of the probe; UnsupportedModelError if they differ: the
+        model then depends on something that the paged path does not give it."""
+        expected = self._shadow.probe_logits
+        got = self._probe(self._shadow.probe_tokens).float()
         size = expected.float().abs().mean().clamp_min(1e-6)
         error = float((got - expected.float()).abs().mean() / size)
         if not error <= TOLERANCE[self._shadow.dtype]:

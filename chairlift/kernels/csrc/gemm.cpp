@@ -30,7 +30,7 @@ constexpr int64_t kBlockRows = 128;     // rows of a task at most: its sums stay
 constexpr int64_t kMinBlockRows = 32;   // and at least, where a product is cut to occupy all threads
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kLine = 64;           // bytes that a prefetch brings
-constexpr int64_t kAhead = 3072;        // bytes between what is multiplied and what is prefetched
+constexpr int64_t kAhead = 8192;        // bytes between what is multiplied and what is prefetched
 
 // Prefetching: the panel being read, `kAhead` bytes ahead (panels are neighbours, so this runs on into the next one), or
 // the next panel, some bytes with each step, into the cache that this panel is read from.
@@ -288,6 +288,16 @@ void gated(const Phase &phase, Task task, Thread &thread) {
   with_type(phase.op->type, [&](auto type) { run_gated<decltype(type)>(phase, task, thread); });
 }
 
+template <int panels_together> Span weights(const Phase &phase, Range tasks) {
+  return with_type(phase.op->type, [&](auto type) {
+    using T = decltype(type);
+    int64_t blocks = grid_of(phase).blocks, size = panel_size<T>(phase.op->n[0]) * panels_together;
+    int64_t first_panel = tasks.begin / blocks, end_panel = divide_up(tasks.end, blocks);
+    const T *begin = phase.pointer<const T>(1) + first_panel * size;
+    return Span{reinterpret_cast<const char *>(begin), (end_panel - first_panel) * size * static_cast<int64_t>(sizeof(T))};
+  });
+}
+
 // Packing ----------------------------------------------------------------------------------------------------------
 
 // One panel: `rows` (at most 48) rows of W.
@@ -310,8 +320,8 @@ void pack(const T *const *matrices, int64_t count, int64_t stride, int64_t N, in
 
 }  // namespace
 
-const Kernel kLinear = {check_sizes, split, linear};
-const Kernel kGated = {check_gated, split, gated};
+const Kernel kLinear = {check_sizes, split, linear, weights<1>};
+const Kernel kGated = {check_gated, split, gated, weights<2>};
 
 }  // namespace cl
 

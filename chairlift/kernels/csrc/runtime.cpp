@@ -22,6 +22,8 @@ namespace {
 
 constexpr int kSpins = 2000;      // pauses before a waiting thread offers its core to others
 constexpr int kMoreSpins = 50;    // and between such offers
+constexpr int64_t kWarmBytes = 192 << 10;  // of weights to come that a waiting thread reads into its cache at most,
+constexpr int64_t kWarmStep = 1 << 10;     // some at a time
 constexpr size_t kCacheLine = 64;
 
 thread_local int thread_limit = 0;
@@ -126,11 +128,37 @@ class Program {
   void work() {
     thread_local Thread thread;
     int me = threads_ == 1 ? 0 : omp_get_thread_num();
+    Ahead ahead{0, nullptr, nullptr};
     for (size_t i = 0; i < size_; i++) {
       run_tasks(i, me, thread);
-      wait(i);
+      wait(i, me, ahead);
     }
   }
+
+  // Where a thread is in prefetching the weights of a phase to come.
+  struct Ahead {
+    size_t phase;
+    const char *next, *end;
+  };
+
+  // Memory need not idle while a thread waits: the next weights that this thread will read are known.
+  void prefetch_weights(size_t after, int me, Ahead &ahead) {
+    if (ahead.phase <= after) {
+      ahead = {after + 1, nullptr, nullptr};
+      while (ahead.phase < size_ && !has_weights(ahead.phase)) ahead.phase++;
+      if (ahead.phase == size_) return;
+      const Phase &phase = phases_[ahead.phase].phase;
+      Span span = phases_[ahead.phase].kernel->weights(phase, part_of(phase.num_tasks, me, threads_));
+      ahead.next = span.begin;
+      ahead.end = span.begin + std::min(span.bytes, kWarmBytes);
+    }
+    for (int64_t n = std::min<int64_t>(kWarmStep, ahead.end - ahead.next); n > 0; n -= kCacheLine) {
+      prefetch_far(ahead.next);
+      ahead.next += kCacheLine;
+    }
+  }
+
+  bool has_weights(size_t i) const { return phases_[i].kernel->weights && phases_[i].phase.num_tasks > 0; }
 
   // First this thread's own range of tasks, then what is left of the others'.
   void run_tasks(size_t i, int me, Thread &thread) {
@@ -150,10 +178,11 @@ class Program {
     if (finished) done(i).value.fetch_add(finished, std::memory_order_acq_rel);
   }
 
-  void wait(size_t i) {
+  void wait(size_t i, int me, Ahead &ahead) {
     const std::atomic<int64_t> &finished = done(i).value;
     int64_t all = phases_[i].phase.num_tasks;
     for (int spins = 0; finished.load(std::memory_order_acquire) < all;) {
+      prefetch_weights(i, me, ahead);
       if (++spins <= kSpins) {
         pause();
       } else {

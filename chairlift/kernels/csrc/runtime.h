@@ -22,6 +22,12 @@ enum Error {
   kUnsupported = 5,
 };
 
+// Part `i` of `parts` nearly equal parts of [0, n).
+struct Range {
+  int64_t begin, end;
+};
+CL_INLINE Range part_of(int64_t n, int64_t i, int64_t parts) { return {n * i / parts, n * (i + 1) / parts}; }
+
 // One operation of a running program.
 struct Phase {
   const ClOp *op;
@@ -56,10 +62,18 @@ class Thread {
   size_t capacity_ = 0;
 };
 
+// Memory that does not change while a program runs.
+struct Span {
+  const char *begin;
+  int64_t bytes;
+};
+
 struct Kernel {
   Error (*check)(const Phase &);
   int64_t (*split)(Phase &);  // number of tasks; called, like `check`, when there are rows
   void (*run)(const Phase &, Task, Thread &);
+  // The weights that tasks [begin, end) read, in order: what a thread that waits for an earlier phase may prefetch.
+  Span (*weights)(const Phase &, Range tasks) = nullptr;
 };
 
 // elementwise.cpp
@@ -79,12 +93,6 @@ template <class F> CL_INLINE auto with_type(int32_t type, F &&f) {
 }
 
 CL_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Part `i` of `parts` nearly equal parts of [0, n).
-struct Range {
-  int64_t begin, end;
-};
-CL_INLINE Range part_of(int64_t n, int64_t i, int64_t parts) { return {n * i / parts, n * (i + 1) / parts}; }
 
 // Calls `body(i)` for each i in [0, n), on all threads. For work outside programs.
 void parallel_for(int64_t n, void (*body)(void *, int64_t), void *data);
