@@ -193,13 +193,13 @@ class ContinuousBatchingConfig:
         object.__setattr__(self, "block_size", None)  # else dataclasses.replace would give it again
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class WorkloadHints:
-    """What the caller knows about the requests to come; tokens and counts, None where unknown."""
+    """What the caller knows about the requests to come; tokens and counts, None or 0 where unknown."""
 
-    max_prompt_length: int | None = _setting(None, _optional(_integer(1)), "longest prompt, in tokens")
-    max_generated_length: int | None = _setting(None, _optional(_integer(1)), "most tokens one request generates")
-    num_requests: int | None = _setting(None, _optional(_integer(1)), "requests, all children counted")
+    max_prompt_length: int | None = _setting(None, _optional(_integer(0)), "longest prompt, in tokens")
+    max_generated_length: int | None = _setting(None, _optional(_integer(0)), "most tokens one request generates")
+    num_requests: int | None = _setting(None, _optional(_integer(0)), "requests, all children counted")
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -496,7 +496,7 @@ def _pass_size(
 
 def _hinted_length(hints: WorkloadHints, max_model_length: int) -> int | None:
     """Tokens of the longest request to come, None when the hints do not bound it."""
-    if hints.max_prompt_length is None or hints.max_generated_length is None:
+    if not hints.max_prompt_length or not hints.max_generated_length:
         return None
     return min(hints.max_prompt_length + hints.max_generated_length, max_model_length)
 

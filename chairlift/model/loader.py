@@ -169,9 +169,8 @@ class Shadow:
         """Logits [tokens, vocab] of the probe as the model gives them, with attention of its own and without a cache."""
         self.module.set_attn_implementation("eager")
         with torch.no_grad():
-            logits: Tensor = self.module(torch.tensor([self.probe_tokens], device=self.device), use_cache=False).logits[
-                0
-            ]
+            out = self.module(torch.tensor([self.probe_tokens], device=self.device), use_cache=False)
+        logits: Tensor = out.logits[0]
         return logits
 
     def _observe(self) -> tuple[dict[nn.Module, Call], Seen]:

@@ -71,7 +71,7 @@ class Capture(TorchDispatchMode):
     """Notes the operations of one pass."""
 
     def __init__(self, token_ids: Tensor, keep: Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[ClOp] = []
         self.buffers: dict[int, Buffer] = {}  # by address; only memory that the pass has written to, or its inputs
         self.inputs: list[tuple[RopeTable, tuple[Any, ...], dict[str, Any], list[Tensor]]] = []

@@ -107,6 +107,7 @@ def test_fields_and_defaults_are_the_published_ones() -> None:
         "varlen_compile_config": None,
         "decode_compile_config": None,
         "max_blocks_per_request": None,
+        "pack_weights": True,
         "cpu_offload_space": 0.0,
         "cpu_offload_space_safety_threshold": 0.8,
         "cpu_group_timeout": 300.0,
@@ -142,6 +143,7 @@ NONSENSE = {
     "cpu_offload_space_safety_threshold": [-0.1, 1.1, math.nan, None, True],
     "cpu_group_timeout": [0, -1.0, math.nan, math.inf, True, "300"],
     "auto_switch_to_flash": [None, 1, "flash_attention_2"],
+    "pack_weights": [None, 1, "yes"],
     "max_queue_size": [-1, 1.0, None, True],
     "seed": [1.0, True, "1", math.nan],
 }
@@ -248,7 +250,7 @@ def test_equality_reaches_into_compile_configs_and_hashing_needs_hashable_fields
 
 
 @pytest.mark.parametrize("name", ["max_prompt_length", "max_generated_length", "num_requests"])
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "8"])
+@pytest.mark.parametrize("value", [-1, 1.0, True, "8"])
 def test_hints_are_checked_too(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{name}="):
         WorkloadHints(**{name: value})
