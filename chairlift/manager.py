@@ -46,6 +46,11 @@ class ServedModel(Protocol):
         """Prompts whose KV differs for equal tokens (length-dependent RoPE) get different salts."""
         ...
 
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Which part of the model is computed how, and why; for people."""
+        ...
+
     def warmup(self) -> None:
         """Do what the first step would otherwise pay for."""
         ...
@@ -471,6 +476,7 @@ class ContinuousBatchingManager:
             swaps=scheduler.num_swaps,
             prefix_hit_tokens=usage.hit_tokens,
             prefix_queried_tokens=usage.queried_tokens,
+            paths=self._model.paths,
         )
 
     # ------------------------------------------------------------------ the engine's thread

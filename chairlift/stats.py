@@ -6,8 +6,8 @@ other numbers: queue lengths, blocks and preemptions come in with the call that 
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 RECENT_SECONDS = 10.0  # `tokens_per_second` looks no further back, so an engine at rest reads 0
@@ -56,6 +56,8 @@ class Stats:
     schedule_seconds: StepTimes
     device_seconds: StepTimes  # launching and waiting for the device
     commit_seconds: StepTimes
+
+    paths: Mapping[str, str] = field(default_factory=dict)  # which part of the model is computed how, and why
 
     @property
     def cache_usage(self) -> float:
@@ -146,6 +148,7 @@ class StepRecorder:
         swaps: int,
         prefix_hit_tokens: int,
         prefix_queried_tokens: int,
+        paths: Mapping[str, str] | None = None,
     ) -> Stats:
         """Freeze what was recorded, together with the numbers that others own."""
         steps = sorted(step for step in tuple(self._ring) if step.number)
@@ -169,6 +172,7 @@ class StepRecorder:
             schedule_seconds=StepTimes.of([step.schedule for step in steps]),
             device_seconds=StepTimes.of([step.device for step in steps]),
             commit_seconds=StepTimes.of([step.commit for step in steps]),
+            paths=dict(paths or {}),
         )
 
     def _rate(self, steps: Sequence[_Step]) -> float:

@@ -166,7 +166,7 @@ class Shadow:
         return logits if self._keeps_logits else logits[keep]
 
     def _own_logits(self) -> Tensor:
-        """Logits [tokens, vocab] of the probe as the model gives them, with attention of its own and without a cache."""
+        """Logits [tokens, vocab] of the probe, as the model gives them with its own attention and without a cache."""
         self.module.set_attn_implementation("eager")
         with torch.no_grad():
             out = self.module(torch.tensor([self.probe_tokens], device=self.device), use_cache=False)

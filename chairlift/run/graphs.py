@@ -7,7 +7,6 @@ the model stays with the eager path. Knows operations and addresses; knows no ar
 T: tokens of a step, R: those that get logits.
 """
 
-import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from chairlift.kernels import Native, native
 from chairlift.kernels.native import ClOp, ClStep, Code, Rows
 from chairlift.model.layers import RopeTable
 from chairlift.model.loader import Shadow
-
-logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -201,7 +198,7 @@ class Program:
                     if buffer.address <= address < buffer.address + buffer.num_bytes:
                         op.p[index] = moved[buffer.address].data_ptr() + address - buffer.address
         self._ops = (ClOp * len(ops))(*ops)
-        self._num_ops = len(ops)
+        self.num_ops = len(ops)
         self._inputs = [
             (rope, args, kwargs, [self._typed(moved[_begin(t)], t, max_tokens) for t in tensors])
             for rope, args, kwargs, tensors in capture.inputs
@@ -220,7 +217,7 @@ class Program:
             for buffer, value in zip(buffers, rope(self._logits, position_ids[None], *args, **kwargs), strict=True):
                 buffer[:count] = value[0]
         step.token_ids, step.keep = token_ids.data_ptr(), keep.data_ptr()
-        self._kernels.run(self._ops, self._num_ops, step)
+        self._kernels.run(self._ops, self.num_ops, step)
         return self._logits[: len(keep)]
 
 
@@ -284,8 +281,11 @@ def _in_order(buffers: Iterable[Buffer]) -> list[tuple[int, int, Buffer]]:
 
 def capture(
     kernels: Native, shadow: Shadow, run: Callable[[Tensor, Tensor], Tensor], max_tokens: int, max_logits: int
-) -> Program | None:
-    """The pass that `run(token_ids [7], keep [3]) -> logits` makes through `shadow` as a program, if it can be one."""
+) -> Program:
+    """The pass that `run(token_ids [7], keep [3]) -> logits` makes through `shadow`, as a program.
+
+    Raises NotCapturableError if it does what the kernels cannot.
+    """
     token_ids = torch.arange(CAPTURED_TOKENS)
     keep = torch.arange(CAPTURED_TOKENS - CAPTURED_LOGITS, CAPTURED_TOKENS)
     ropes = [module for module in shadow.module.modules() if isinstance(module, RopeTable)]
@@ -297,9 +297,6 @@ def capture(
         with torch.no_grad(), mode:
             logits = run(token_ids, keep)
         return Program(kernels, mode, logits, max_tokens, max_logits)
-    except NotCapturableError as reason:
-        logger.info("%s runs without a program: %s", shadow.name, reason)
-        return None
     finally:
         kernels.trace = None
         for rope in ropes:

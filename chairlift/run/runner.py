@@ -22,7 +22,7 @@ from chairlift.kernels import KVLayout, Native, Scratch
 from chairlift.kernels.native import ClGroup, ClStep
 from chairlift.model.attention import NativeStep, Plan, ReferenceStep
 from chairlift.model.loader import Shadow
-from chairlift.run.graphs import CAPTURED_TOKENS, Program, capture
+from chairlift.run.graphs import CAPTURED_TOKENS, NotCapturableError, Program, capture
 from chairlift.run.inputs import SlotState, StepInputs
 from chairlift.sample.sampler import SampledTokens, Sampler, TokenLogprobs
 from chairlift.schedule.plan import PROMPT_LOGPROB_TOKENS, ScheduledBatch, ScheduledRow, Seat, TableUpdate
@@ -138,13 +138,41 @@ class ModelRunner:
     def _capture(self) -> None:
         """Make the forward pass a program of the C++ kernels, if it can be one; hooks need the modules to run."""
         self._program = None
-        sinks = any(call.has_sinks for call in self._shadow.layers.values())
-        if self._native is None or self._is_hooked or sinks:
-            return
-        self._program = capture(self._native, self._shadow, self._captured_pass, self._max_tokens, self._max_logits)
-        if self._program is not None and not self._agrees(self._program):
-            logger.warning("%s: the captured program differs from the model; running without", self._shadow.name)
-            self._program = None
+        try:
+            self._program, how = self._captured()
+        except NotCapturableError as reason:
+            how = f"module by module: {reason}"
+        self.paths = self._paths() | {"forward pass": how}
+        logger.info("%s: %s", self._shadow.name, "; ".join(f"{part}: {path}" for part, path in self.paths.items()))
+
+    def _captured(self) -> tuple[Program, str]:
+        """A program that agrees with the modules, and what it is. Raises NotCapturableError with the reason if none."""
+        if self._native is None:
+            raise NotCapturableError("the C++ kernels do not do its attention")
+        if self._is_hooked:
+            raise NotCapturableError("it has hooks")
+        if any(call.has_sinks for call in self._shadow.layers.values()):
+            raise NotCapturableError("attention sinks are converted in every step")
+        program = capture(self._native, self._shadow, self._captured_pass, self._max_tokens, self._max_logits)
+        if not self._agrees(program):
+            raise NotCapturableError("its program gave other numbers than its modules")
+        return program, f"one program of {program.num_ops} operations"
+
+    def _paths(self) -> dict[str, str]:
+        """Which kernels do what of this model."""
+        kernels = self._shadow.ops.native
+        if self._native is not None:
+            attention = f"C++, {self._native.isa}"
+        elif kernels is None:
+            attention = "PyTorch operators"
+        else:
+            attention = f"PyTorch operators: page_size and head sizes are not all multiples of {UNIT}"
+        fused = ", ".join(f"{count} {name}" for name, count in self._shadow.fused.items())
+        return {
+            "matrices": "PyTorch operators" if kernels is None else f"C++, {kernels.isa}",
+            "attention": attention,
+            "fused": fused or "nothing",
+        }
 
     def _captured_pass(self, token_ids: Tensor, keep: Tensor) -> Tensor:
         inputs = self._probe_inputs(token_ids.tolist(), 0, len(token_ids))
@@ -155,10 +183,11 @@ class ModelRunner:
         tokens = self._shadow.probe_tokens[::-1][: CAPTURED_TOKENS - 2]
         with torch.no_grad():
             inputs = self._probe_inputs(tokens, 0, len(tokens))
-            self._program = None
             wanted = self._forward(inputs)
             self._program = program
-            return torch.equal(self._forward(inputs), wanted)
+            agrees = torch.equal(self._forward(inputs), wanted)
+            self._program = None
+            return agrees
 
     def prefix_salt(self, num_prompt: int) -> bytes:
         """What KV depends on beside the tokens before it: the regimes of length-dependent RoPE."""

@@ -1,13 +1,16 @@
 // CL_ATTEND: causal attention of new tokens over the pages of their requests.
 //
-// A task is a few neighbouring tokens of one request and one key/value head: its query rows, all query heads that share
-// the key/value head, read each key and value once. Keys are taken in spans that start at multiples of kSpan from
+// A tile is a few neighbouring tokens of one request and one key/value head: its rows, all query heads that share the
+// key/value head, read each key and value together. Keys are taken in spans that start at multiples of kSpan from
 // position 0 of the request. A span is finished by itself (scores, their largest, exponentials, weighted values) and
 // then merged into what the spans before it gave, so the order of every sum depends on the query's position alone:
 // neither on the other rows, nor on how a prompt was cut, nor on threads.
-#include <float.h>
-
+//
+// A task is a tile, or one span of it where there are few tiles: then whoever finishes last merges them all, in order.
 #include <algorithm>
+#include <atomic>
+#include <memory>
+#include <type_traits>
 
 #include "cache.h"
 
@@ -18,16 +21,29 @@ constexpr int64_t kSpan = 1024;  // keys
 constexpr int64_t kSpanUnits = kSpan / kUnit;
 constexpr float kLog2E = 1.44269504f;
 
-// Register tiles: rows x units of keys, rows x vectors of values. They change no bit.
+// What follows decides about speed, and changes no bit.
+constexpr int64_t kTileRows = 24;       // rows of a tile, where there are enough of them
+constexpr int64_t kTasksPerThread = 8;  // less are too few to share evenly
+constexpr int64_t kAhead = 4;           // units that are prefetched
+constexpr int64_t kValueUnits = 8;      // units whose values stay in the first-level cache while all rows use them
+
+// Register tiles: rows x units of keys, rows x vectors of values.
 #if defined(CL_AVX512)
-constexpr int kRows = 8;
-constexpr int units_together(int rows) { return rows <= 4 ? 4 : 3; }
-constexpr int kColumnVectors = 3;
+constexpr int kRows = 6, kUnitsTogether = 4, kVectors = 4;
 #else
-constexpr int kRows = 4;
-constexpr int units_together(int) { return 1; }
-constexpr int kColumnVectors = 1;
+constexpr int kRows = 4, kUnitsTogether = 1, kVectors = 1;
 #endif
+static_assert(kSpanUnits % kUnitsTogether == 0, "a span is whole register tiles");
+
+// Calls f with `rows`, which is at most R, as a constant.
+template <int R = kRows, class F> CL_INLINE void with_rows(int64_t rows, F &&f) {
+  if constexpr (R > 1) {
+    if (rows < R) return with_rows<R - 1>(rows, f);
+  }
+  f(std::integral_constant<int, R>());
+}
+
+CL_INLINE int64_t round_up(int64_t n, int64_t multiple) { return divide_up(n, multiple) * multiple; }
 
 struct Arguments {
   int64_t q_heads, kv_heads, head_dim, q_stride, out_stride, group, window;
@@ -37,8 +53,8 @@ struct Arguments {
       : q_heads(op.n[0]), kv_heads(op.n[1]), head_dim(op.n[2]), q_stride(op.n[3]), out_stride(op.n[4]), group(op.n[5]),
         window(op.n[6]), scale(op.f[0]), softcap(op.f[1]) {}
 
-  int64_t group_size() const { return q_heads / kv_heads; }
-  int64_t tokens_per_task() const { return std::max<int64_t>(1, kRows / group_size()); }
+  int64_t sharing() const { return q_heads / kv_heads; }  // query heads to a key/value head
+  CacheShape shape() const { return {kv_heads, head_dim}; }
   int64_t first_key(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
 
@@ -47,50 +63,170 @@ Error check(const Phase &phase) {
   Arguments a(op);
   if (!op.p[0] || !op.p[1] || !op.p[2]) return kMissingPointer;
   if (a.kv_heads <= 0 || a.q_heads % a.kv_heads || a.head_dim <= 0 || a.head_dim % 2) return kBadSize;
-  return phase.step->groups[a.group].page_size % kUnit ? kUnsupported : kOk;
+  return phase.step->groups[a.group].page_size % kUnit || !(a.scale > 0.0f) ? kUnsupported : kOk;
 }
 
-// Notes: (request, offset of the first token) of each tile of tokens.
-int64_t split(Phase &phase) {
-  Arguments a(*phase.op);
-  const int64_t size = a.tokens_per_task();
-  for (int64_t r = 0; r < phase.step->num_requests; r++)
-    for (int64_t offset = 0; offset < phase.step->requests[r].count; offset += size) {
-      phase.notes.push_back(static_cast<int32_t>(r));
-      phase.notes.push_back(static_cast<int32_t>(offset));
-    }
-  return static_cast<int64_t>(phase.notes.size() / 2) * a.kv_heads;
-}
+// What attention over one span gave, or over several: for each row the largest score (times log2 e), the sum of
+// exponentials relative to it, and the values weighted by them.
+struct Part {
+  int64_t rows, columns;
+  float *values, *largest, *sum;  // [rows][columns], [rows], [rows]
 
-// One query row: where it reads and writes, and which keys it sees, [first, last].
-template <class T> struct Row {
-  const T *query;
-  T *out;
-  int64_t first, last, head;
+  static int64_t size(int64_t rows, int64_t columns) { return rows * columns + 2 * round_up(rows, kLanes); }
+  Part(int64_t rows, int64_t columns, float *memory)
+      : rows(rows), columns(columns), values(memory), largest(memory + rows * columns),
+        sum(largest + round_up(rows, kLanes)) {}
 };
 
-// Scores of R rows against U units of keys, each a chain over the head's dimensions in order.
-template <class T, int R, int U>
-void multiply_keys(const typename Multiply<T>::Left *const *queries, const T *const *keys, int64_t dim, float *scores) {
+float power(float x) {
+  alignas(64) float lanes[kLanes];
+  store(lanes, exp2(all(x)));
+  return lanes[0];
+}
+
+// Joins the next span to those before it: both are brought to the larger of their largest scores.
+void merge(Part &into, const Part &next) {
+  for (int64_t i = 0; i < into.rows; i++) {
+    if (next.largest[i] == -INFINITY) continue;  // the row sees none of its keys
+    float largest = std::max(into.largest[i], next.largest[i]);
+    float before = power(into.largest[i] - largest), now = power(next.largest[i] - largest);
+    bool is_first = into.largest[i] == -INFINITY;
+    float *values = into.values + i * into.columns;
+    const float *more = next.values + i * into.columns;
+    for (int64_t c = 0; c < into.columns; c += kLanes)
+      store(values + c, is_first ? load(more + c) : fma(load(more + c), all(now), load(values + c) * all(before)));
+    into.sum[i] = is_first ? next.sum[i] : into.sum[i] * before + next.sum[i] * now;
+    into.largest[i] = largest;
+  }
+}
+
+// Where the tasks of a tile leave their parts. One for each thread that runs programs: of a program only one phase is
+// under way at a time.
+class Shared {
+ public:
+  // Room for `count` parts of `size` numbers. Called before any task runs.
+  void reserve(int64_t count, int64_t size) {
+    size_ = std::max(size_, size);
+    if (count > count_) {
+      arrived_.reset(new std::atomic<int64_t>[static_cast<size_t>(count)]());
+      count_ = count;
+    }
+    memory_.resize(std::max(memory_.size(), static_cast<size_t>(count_ * size_)));
+  }
+
+  float *part(int64_t i) { return memory_.data() + i * size_; }
+
+  // Counts the tasks that come to `place`. True for the last of `count`, which sees what the others wrote.
+  bool is_last(int64_t place, int64_t count) {
+    if (arrived_[place].fetch_add(1, std::memory_order_acq_rel) + 1 < count) return false;
+    arrived_[place].store(0, std::memory_order_relaxed);
+    return true;
+  }
+
+ private:
+  std::vector<float> memory_;
+  std::unique_ptr<std::atomic<int64_t>[]> arrived_;
+  int64_t count_ = 0, size_ = 0;
+};
+
+// `count` tokens of a request from `offset` on, and which span of their keys: kAll, or one, whose tile has its parts in
+// `place` and what follows.
+constexpr int32_t kAll = -1;
+struct Piece {
+  int32_t request, offset, count, span, place;
+};
+
+// The notes of a phase: the address of what its tasks share, then its pieces. A task is a piece for one head.
+struct Notes {
+  explicit Notes(const Phase &phase) : notes_(phase.notes) {}
+
+  static void begin(Phase &phase, Shared *shared) { append(phase, shared); }
+  template <class N> static void append(Phase &phase, const N &note) {
+    const size_t size = phase.notes.size();
+    phase.notes.resize(size + sizeof note / sizeof(int32_t));
+    memcpy(&phase.notes[size], &note, sizeof note);
+  }
+
+  Shared &shared() const { return *read<Shared *>(0); }
+  Piece piece(int64_t i) const { return read<Piece>(sizeof(Shared *) + static_cast<size_t>(i) * sizeof(Piece)); }
+  int64_t num_pieces() const { return static_cast<int64_t>((notes_.size() * 4 - sizeof(Shared *)) / sizeof(Piece)); }
+
+ private:
+  template <class N> N read(size_t byte) const {
+    N note;
+    memcpy(&note, reinterpret_cast<const char *>(notes_.data()) + byte, sizeof note);
+    return note;
+  }
+  const std::vector<int32_t> &notes_;
+};
+
+int64_t count_tiles(const ClStep &step, int64_t size) {
+  int64_t count = 0;
+  for (int64_t r = 0; r < step.num_requests; r++) count += divide_up(step.requests[r].count, size);
+  return count;
+}
+
+int64_t split(Phase &phase) {
+  thread_local Shared shared;
+  Arguments a(*phase.op);
+  const ClStep &step = *phase.step;
+  const int64_t enough = divide_up(kTasksPerThread * phase.threads, a.kv_heads);
+  int64_t size = std::max<int64_t>(1, kTileRows / a.sharing());
+  if (count_tiles(step, size) < enough) size = std::max<int64_t>(1, kRows / a.sharing());
+  const bool by_span = phase.threads > 1 && count_tiles(step, size) < enough;
+
+  Notes::begin(phase, &shared);
+  int32_t place = 0;
+  for (int64_t r = 0; r < step.num_requests; r++) {
+    const ClRequest &request = step.requests[r];
+    for (int64_t offset = 0; offset < request.count; offset += size) {
+      int64_t count = std::min(size, request.count - offset), position = request.position + offset;
+      Piece piece = {static_cast<int32_t>(r), static_cast<int32_t>(offset), static_cast<int32_t>(count), kAll, place};
+      int64_t span = a.first_key(position) / kSpan, last = (position + count - 1) / kSpan;
+      if (!by_span || span == last) {
+        Notes::append(phase, piece);
+        continue;
+      }
+      place += static_cast<int32_t>(last - span + 1);
+      for (; span <= last; span++) {
+        piece.span = static_cast<int32_t>(span);
+        Notes::append(phase, piece);
+      }
+    }
+  }
+  if (place) shared.reserve(place * a.kv_heads, Part::size(size * a.sharing(), a.shape().columns()));
+  return Notes(phase).num_pieces() * a.kv_heads;
+}
+
+// Scores of R rows against kUnitsTogether units of keys, each a chain over the head's dimensions in order. On the way
+// the keys of the units that come next and the values of these are brought near.
+template <class T, int R>
+void multiply_keys(const typename Multiply<T>::Left *queries, const T *const *units, CacheShape shape, float *scores,
+                   int64_t stride) {
   using M = Multiply<T>;
-  V sum[R][U];
+  const int64_t end = shape.key_elements();
+  V sum[R][kUnitsTogether];
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-    for (int j = 0; j < U; j++) sum[i][j] = zero();
-  for (int64_t d = 0; d < dim; d += M::depth) {
-    typename M::Right columns[U];
+    for (int j = 0; j < kUnitsTogether; j++) sum[i][j] = zero();
+  for (int64_t at = 0; at < end; at += kUnit * M::depth, queries += R * M::depth) {
+    typename M::Right columns[kUnitsTogether];
 #pragma GCC unroll 4
-    for (int j = 0; j < U; j++) columns[j] = M::load(keys[j] + d * kUnit);
+    for (int j = 0; j < kUnitsTogether; j++) {
+      columns[j] = M::load(units[j] + at);
+      prefetch_near(units[j + kAhead] + at);
+      prefetch_far(units[j] + end + at);
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-      for (int j = 0; j < U; j++) sum[i][j] = M::add(sum[i][j], queries[i] + d, columns[j]);
+      for (int j = 0; j < kUnitsTogether; j++) sum[i][j] = M::add(sum[i][j], queries + i * M::depth, columns[j]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-    for (int j = 0; j < U; j++) store(scores + i * kSpan + j * kUnit, sum[i][j]);
+    for (int j = 0; j < kUnitsTogether; j++) store(scores + i * stride + j * kUnit, sum[i][j]);
 }
 
 // The values of a pair of tokens of which only the first exists: what stands in the other's slots is not looked at.
@@ -100,229 +236,274 @@ template <class T> typename Multiply<T>::Right first_of_pair(const T *values) {
   return Multiply<T>::load(alone);
 }
 
-// sums += weights of `count` tokens times C vectors of their values.
+// sums += weights of R rows for `tokens` tokens times C vectors of their values, each a chain over the tokens in order.
+// A unit's vectors begin `offset` behind its keys; rows of weights are `stride` apart, rows of sums and of values
+// `columns`.
 template <class T, int R, int C>
-void multiply_values(const typename Multiply<T>::Left *weights, const T *values, int64_t columns, int64_t count,
-                     V (&sum)[R][C]) {
+void multiply_values(const typename Multiply<T>::Left *weights, int64_t stride, const T *const *units, int64_t offset,
+                     int64_t tokens, float *sums, int64_t columns) {
   using M = Multiply<T>;
-  int64_t t = 0;
-  for (; t + M::depth <= count; t += M::depth) {
-    typename M::Right right[C];
-#pragma GCC unroll 3
-    for (int j = 0; j < C; j++) right[j] = M::load(values + t * columns + j * kLanes * M::depth);
+  V sum[R][C];
 #pragma GCC unroll 8
-    for (int i = 0; i < R; i++)
-#pragma GCC unroll 3
-      for (int j = 0; j < C; j++) sum[i][j] = M::add(sum[i][j], weights + i * kSpan + t, right[j]);
-  }
-  if (t == count) return;
-#pragma GCC unroll 3
-  for (int j = 0; j < C; j++) {
-    typename M::Right right = first_of_pair<T>(values + t * columns + j * kLanes * M::depth);
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < C; j++) sum[i][j] = load(sums + i * columns + j * kLanes);
+  for (; tokens > 0; tokens -= kUnit, weights += kUnit) {
+    const T *values = *units++ + offset;
+    const int64_t count = std::min(kUnit, tokens);
+    int64_t t = 0;
+    for (; t + M::depth <= count; t += M::depth, values += M::depth * columns) {
+      typename M::Right right[C];
+#pragma GCC unroll 4
+      for (int j = 0; j < C; j++) right[j] = M::load(values + j * kLanes * M::depth);
 #pragma GCC unroll 8
-    for (int i = 0; i < R; i++) sum[i][j] = M::add_one(sum[i][j], weights + i * kSpan + t, right);
+      for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+        for (int j = 0; j < C; j++) sum[i][j] = M::add(sum[i][j], weights + i * stride + t, right[j]);
+    }
+    if (t == count) continue;
+#pragma GCC unroll 4
+    for (int j = 0; j < C; j++) {
+      typename M::Right right = first_of_pair<T>(values + j * kLanes * M::depth);
+#pragma GCC unroll 8
+      for (int i = 0; i < R; i++) sum[i][j] = M::add_one(sum[i][j], weights + i * stride + t, right);
+    }
   }
+#pragma GCC unroll 8
+  for (int i = 0; i < R; i++)
+#pragma GCC unroll 4
+    for (int j = 0; j < C; j++) store(sums + i * columns + j * kLanes, sum[i][j]);
 }
 
-// Attention of up to kRows rows of one request over one key/value head.
-template <class T, int R> class Tile {
+// What a task is about.
+template <class T> struct Work {
+  Piece piece;
+  int64_t head;              // key/value head
+  int64_t token, position;   // of the first of its tokens, in the step and in the request
+  int64_t first, last;       // keys that any row sees
+  int64_t begin, end;        // spans
+  Pages<T> pages;
+
+  Work(const Phase &phase, const Arguments &a, int64_t task)
+      : piece(Notes(phase).piece(task / a.kv_heads)), head(task % a.kv_heads) {
+    const ClRequest &request = phase.step->requests[piece.request];
+    token = request.start + piece.offset;
+    position = request.position + piece.offset;
+    first = a.first_key(position);
+    last = position + piece.count - 1;
+    begin = first / kSpan;
+    end = last / kSpan + 1;
+    pages = pages_of(phase.pointer<T>(1), phase.step->groups[a.group], request, a.shape());
+  }
+
+  Range units(int64_t span) const {
+    return {std::max(span * kSpanUnits, first / kUnit), std::min((span + 1) * kSpanUnits, last / kUnit + 1)};
+  }
+  int64_t start() const { return piece.span == kAll ? begin : piece.span; }
+};
+
+// One query row: where it writes, and which keys it sees, [first, last].
+template <class T> struct Row {
+  T *out;
+  int64_t first, last, head;
+};
+
+// The rows of a task.
+template <class T> class Tile {
   using M = Multiply<T>;
   using Left = typename M::Left;
 
  public:
-  Tile(const Arguments &a, const Pages<T> &pages, int64_t head, const Row<T> *rows, Thread &thread)
-      : a_(a), pages_(pages), head_(head), rows_(rows), columns_(pages.shape.columns()) {
-    const int64_t dim = a.head_dim;
-    float *memory = thread.scratch<float>(static_cast<size_t>(R * (2 * kSpan + 2 * columns_ + dim)));
-    scores_ = memory;
-    weights_ = reinterpret_cast<Left *>(scores_ + R * kSpan);
-    part_ = scores_ + 2 * R * kSpan;
-    out_ = part_ + R * columns_;
-    widened_ = out_ + R * columns_;
-    std::fill(out_, out_ + R * columns_, 0.0f);
-    for (int i = 0; i < R; i++) {
-      largest_[i] = -INFINITY;
-      sum_[i] = 0.0f;
-      queries_[i] = left(rows[i].query, i);
-    }
+  // `next`: the work to come, whose first keys are prefetched.
+  Tile(const Phase &phase, const Arguments &a, const Work<T> &work, const Work<T> &next, Thread &thread)
+      : a_(a), work_(work), next_(next), count_(work.piece.count * a.sharing()),
+        rows_together_(divide_up(count_, divide_up(count_, kRows))), columns_(a.shape().columns()) {
+    const int64_t longest = std::min(kSpanUnits, work.last / kUnit - work.first / kUnit + 1);
+    stride_ = (round_up(longest, kUnitsTogether) + 1) * kUnit;  // one more: no power of two
+    const int64_t rows = round_up(count_ * static_cast<int64_t>(sizeof(Row<T>)), 64) / 4;
+    memory_ = thread.scratch<float>(
+        static_cast<size_t>(rows + count_ * (stride_ + round_up(a.head_dim, kLanes)) + 2 * Part::size(count_, columns_)));
+    scores_ = memory_ + rows;
+    parts_ = scores_ + count_ * stride_;
+    queries_ = reinterpret_cast<Left *>(parts_ + 2 * Part::size(count_, columns_));
+    rows_ = reinterpret_cast<Row<T> *>(memory_);
+    for (int64_t i = 0; i < count_; i++) set_row(phase, i);
   }
 
-  void run(const float *sinks) {
-    int64_t first = rows_[0].first, last = rows_[0].last;
-    for (int i = 1; i < R; i++) {
-      first = std::min(first, rows_[i].first);
-      last = std::max(last, rows_[i].last);
+  Part part(int64_t i) const { return part(parts_ + i * Part::size(count_, columns_)); }
+  Part part(float *memory) const { return Part(count_, columns_, memory); }
+
+  // Attention over one span.
+  void attend(int64_t span, Part &part) {
+    range_ = work_.units(span);
+    list_units(span);
+    score();
+    for (int64_t i = 0; i < count_; i++) weigh(i, part);
+    add_values(part);
+  }
+
+  void finish(const Part &part, const float *sinks) const {
+    for (int64_t i = 0; i < count_; i++) {
+      const Row<T> &row = rows_[i];
+      float sum = part.sum[i], scale = 1.0f;
+      if (sinks) {  // one more score in the softmax, with no value
+        float sink = sinks[row.head] * kLog2E, largest = std::max(part.largest[i], sink);
+        scale = power(part.largest[i] - largest);
+        sum = sum * scale + power(sink - largest);
+      }
+      V factor = all(scale / sum);
+      for (int64_t c = 0; c < a_.head_dim; c += kLanes)
+        store(row.out + c, load(part.values + i * columns_ + c) * factor, a_.head_dim - c);
     }
-    last_ = last;
-    for (int64_t span = first / kSpan; span <= last / kSpan; span++) {
-      int64_t from = std::max(span * kSpanUnits, first / kUnit);
-      int64_t to = std::min((span + 1) * kSpanUnits, last / kUnit + 1);
-      score(from, to);
-      weigh(from, to);
-      add_values(from, to);
-      merge();
-    }
-    for (int i = 0; i < R; i++) finish(i, sinks);
   }
 
  private:
-  const Left *left(const T *query, int row) {
-    if constexpr (std::is_same<T, Left>::value) {
-      return query;
-    } else {
-      Left *copy = widened_ + row * a_.head_dim;
-      for (int64_t d = 0; d < a_.head_dim; d += kLanes) store(copy + d, load(query + d, a_.head_dim - d), a_.head_dim - d);
-      return copy;
+  void set_row(const Phase &phase, int64_t i) {
+    const int64_t sharing = a_.sharing(), offset = i / sharing, head = work_.head * sharing + i % sharing;
+    const int64_t token = work_.token + offset, position = work_.position + offset;
+    T *out = phase.pointer<T>(2) + token * a_.out_stride + head * a_.head_dim;
+    rows_[i] = {out, a_.first_key(position), position, head};
+    set_query(phase.pointer<const T>(0) + token * a_.q_stride + head * a_.head_dim, i);
+  }
+
+  // The queries of rows that are multiplied together lie together: [head_dim / depth][rows][depth].
+  void set_query(const T *query, int64_t i) {
+    const int64_t begin = i / rows_together_ * rows_together_, together = std::min(rows_together_, count_ - begin);
+    Left *out = queries_ + begin * a_.head_dim + (i - begin) * M::depth;
+    for (int64_t d = 0; d < a_.head_dim; d += kLanes) {
+      const int64_t n = std::min<int64_t>(kLanes, a_.head_dim - d);
+      Left numbers[kLanes];
+      store(numbers, load(query + d, n));
+      for (int64_t k = 0; k < n; k += M::depth, out += together * M::depth)
+        memcpy(out, numbers + k, M::depth * sizeof(Left));
     }
   }
 
-  template <int U> void score_units(int64_t unit, float *scores) {
-    const T *keys[U];
-    for (int j = 0; j < U; j++) keys[j] = pages_.keys(unit + j, head_);
-    multiply_keys<T, R, U>(queries_, keys, a_.head_dim, scores);
+  // The units of a span, the last one repeated until they are whole register tiles, and those to prefetch meanwhile.
+  void list_units(int64_t span) {
+    const T **end = work_.pages.list(range_.begin, range_.end, work_.head, units_);
+    while ((end - units_) % kUnitsTogether) *end = end[-1], end++;
+    const bool is_mine = work_.piece.span == kAll && span + 1 < work_.end;
+    const Work<T> &then = is_mine ? work_ : next_;
+    Range units = then.units(is_mine ? span + 1 : then.start());
+    const T **ahead = then.pages.list(units.begin, std::min(units.begin + kAhead, units.end), then.head, end);
+    while (ahead < end + kAhead) *ahead = ahead[-1], ahead++;
   }
 
-  void score(int64_t from, int64_t to) {
-    constexpr int together = units_together(R);
-    int64_t unit = from;
-    for (; unit + together <= to; unit += together) score_units<together>(unit, scores_ + (unit - from) * kUnit);
-    for (; unit < to; unit++) score_units<1>(unit, scores_ + (unit - from) * kUnit);
+  template <class F> void for_rows(F &&f) const {
+    for (int64_t i = 0; i < count_; i += rows_together_)
+      with_rows(std::min(rows_together_, count_ - i), [&](auto rows) { f(rows, i); });
   }
 
-  V final_score(V product) const {
-    V score = product * all(a_.scale);
-    return a_.softcap > 0.0f ? all(a_.softcap) * tanh(score / all(a_.softcap)) : score;
+  void score() {
+    for (int64_t unit = 0; unit < range_.end - range_.begin; unit += kUnitsTogether)
+      for_rows([&](auto rows, int64_t i) {
+        multiply_keys<T, rows.value>(queries_ + i * a_.head_dim, units_ + unit, a_.shape(),
+                                     scores_ + i * stride_ + unit * kUnit, stride_);
+      });
   }
 
-  // Scores of keys that a row does not see become -infinity; then weights are exponentials, and their sum.
-  void weigh(int64_t from, int64_t to) {
+  // Scores become weights, in their place.
+  void weigh(int64_t i, Part &part) {
+    const Row<T> &row = rows_[i];
+    const int64_t all_units = range_.end - range_.begin;
+    const int64_t begin = std::clamp<int64_t>(row.first / kUnit - range_.begin, 0, all_units);
+    const int64_t end = std::clamp<int64_t>(row.last / kUnit + 1 - range_.begin, begin, all_units);
+    float *scores = scores_ + i * stride_;
+    Left *weights = weights_of(i);
+
+    if (a_.softcap > 0.0f)
+      for (int64_t k = begin * kUnit; k < end * kUnit; k += kUnit)
+        store(scores + k, tanh(load(scores + k) * all(a_.scale / a_.softcap)) * all(a_.softcap));
+    hide(row, begin, end, scores);
+    V most = all(-INFINITY), sum = zero();
+    for (int64_t k = begin * kUnit; k < end * kUnit; k += kUnit) most = max(load(scores + k), most);
+    const float scale = (a_.softcap > 0.0f ? 1.0f : a_.scale) * kLog2E, largest = max_of(most) * scale;
+    const V factor = all(scale), shift = all(largest == -INFINITY ? 0.0f : -largest);
+    for (int64_t k = 0; k < begin * kUnit; k += kUnit) store(weights + k, zero());
+    for (int64_t k = begin * kUnit; k < end * kUnit; k += kUnit) {
+      V weight = exp2(fma(load(scores + k), factor, shift));
+      sum = sum + weight;
+      store(weights + k, round_to<T>(weight));
+    }
+    for (int64_t k = end * kUnit; k < all_units * kUnit; k += kUnit) store(weights + k, zero());
+    part.largest[i] = largest;
+    part.sum[i] = sum_of(sum);
+  }
+
+  Left *weights_of(int64_t i) const { return reinterpret_cast<Left *>(scores_ + i * stride_); }
+
+  // Keys that a row does not see, in the first and the last unit that it does.
+  void hide(const Row<T> &row, int64_t begin, int64_t end, float *scores) const {
+    if (begin == end) return;
     const V hidden = all(-INFINITY);
-    for (int i = 0; i < R; i++) {
-      float *scores = scores_ + i * kSpan;
-      V largest = hidden;
-      for (int64_t unit = from; unit < to; unit++) {
-        int64_t key = unit * kUnit;
-        float *at = scores + (unit - from) * kUnit;
-        V score = final_score(load(at));
-        if (key < rows_[i].first) score = first(rows_[i].first - key, hidden, score);
-        if (key + kUnit > rows_[i].last + 1) score = first(rows_[i].last + 1 - key, score, hidden);
-        store(at, score);
-        largest = max(score, largest);
-      }
-      part_largest_[i] = max_of(largest);
-      V shift = all(part_largest_[i] == -INFINITY ? 0.0f : part_largest_[i]), sum = zero();
-      for (int64_t unit = from; unit < to; unit++) {
-        V weight = exp2((load(scores + (unit - from) * kUnit) - shift) * all(kLog2E));
-        sum = sum + weight;
-        store(weights_ + i * kSpan + (unit - from) * kUnit, round_to<T>(weight));
-      }
-      part_sum_[i] = sum_of(sum);
-    }
+    const int64_t before = row.first - (range_.begin + begin) * kUnit, last = (end - 1) * kUnit;
+    if (before > 0) store(scores + begin * kUnit, first(before, hidden, load(scores + begin * kUnit)));
+    store(scores + last, first(row.last + 1 - range_.begin * kUnit - last, load(scores + last), hidden));
   }
 
-  template <int C> void add_columns(int64_t from, int64_t to, int64_t column) {
-    V sum[R][C];
-    for (int i = 0; i < R; i++)
-      for (int j = 0; j < C; j++) sum[i][j] = zero();
-    for (int64_t unit = from; unit < to; unit++) {
-      const T *values = pages_.values_behind(pages_.keys(unit, head_)) + column * M::depth;
-      int64_t count = std::min(kUnit, last_ + 1 - unit * kUnit);
-      multiply_values<T, R, C>(weights_ + (unit - from) * kUnit, values, columns_, count, sum);
-    }
-    for (int i = 0; i < R; i++)
-      for (int j = 0; j < C; j++) store(part_ + i * columns_ + column + j * kLanes, sum[i][j]);
+  void add_values(Part &part) {
+    std::fill_n(part.values, count_ * columns_, 0.0f);
+    const int64_t tokens = std::min(range_.end * kUnit, work_.last + 1) - range_.begin * kUnit;
+    for (int64_t token = 0; token < tokens; token += kValueUnits * kUnit)
+      for_rows([&](auto rows, int64_t i) {
+        add_rows<rows.value>(i, token, std::min(kValueUnits * kUnit, tokens - token), part.values + i * columns_);
+      });
   }
 
-  void add_values(int64_t from, int64_t to) {
+  template <int R> void add_rows(int64_t i, int64_t token, int64_t tokens, float *sums) const {
     int64_t column = 0;
-    for (; column + kColumnVectors * kLanes <= columns_; column += kColumnVectors * kLanes)
-      add_columns<kColumnVectors>(from, to, column);
-    for (; column < columns_; column += kLanes) add_columns<1>(from, to, column);
+    auto add = [&](auto vectors) {
+      constexpr int C = vectors.value;
+      if constexpr (C <= kVectors)
+        for (; column + C * kLanes <= columns_; column += C * kLanes)
+          multiply_values<T, R, C>(weights_of(i) + token, stride_of_weights(), units_ + token / kUnit,
+                                   a_.shape().key_elements() + column * M::depth, tokens, sums + column, columns_);
+    };
+    add(std::integral_constant<int, 4>());
+    add(std::integral_constant<int, 2>());
+    add(std::integral_constant<int, 1>());
   }
 
-  // Joins a finished span: both sides are brought to the larger of their largest scores.
-  void merge() {
-    for (int i = 0; i < R; i++) {
-      if (part_largest_[i] == -INFINITY) continue;
-      float largest = std::max(largest_[i], part_largest_[i]);
-      float before = power(largest_[i] - largest), now = power(part_largest_[i] - largest);
-      float *out = out_ + i * columns_;
-      const float *part = part_ + i * columns_;
-      for (int64_t c = 0; c < columns_; c += kLanes)
-        store(out + c, fma(load(part + c), all(now), load(out + c) * all(before)));
-      sum_[i] = sum_[i] * before + part_sum_[i] * now;
-      largest_[i] = largest;
-    }
-  }
-
-  static float power(float x) {
-    alignas(64) float lanes[kLanes];
-    store(lanes, exp2(all(x) * all(kLog2E)));
-    return lanes[0];
-  }
-
-  void finish(int row, const float *sinks) {
-    const Row<T> &r = rows_[row];
-    float sum = sum_[row], scale = 1.0f;
-    if (sinks) {  // one more score in the softmax, with no value
-      float largest = std::max(largest_[row], sinks[r.head]);
-      scale = power(largest_[row] - largest);
-      sum = sum * scale + power(sinks[r.head] - largest);
-    }
-    V factor = all(scale / sum);
-    for (int64_t c = 0; c < a_.head_dim; c += kLanes)
-      store(r.out + c, load(out_ + row * columns_ + c) * factor, a_.head_dim - c);
-  }
+  int64_t stride_of_weights() const { return stride_ * static_cast<int64_t>(sizeof(float) / sizeof(Left)); }
 
   const Arguments &a_;
-  const Pages<T> &pages_;
-  const int64_t head_;
-  const Row<T> *rows_;
-  const int64_t columns_;
-  int64_t last_ = 0;  // key that any row sees
-  const Left *queries_[R];
-  float *scores_, *part_, *out_;  // [R][kSpan], [R][columns], [R][columns]
-  Left *weights_;                 // [R][kSpan]
-  float *widened_;                // [R][head_dim], queries where the machine multiplies floats
-  float largest_[R], sum_[R], part_largest_[R], part_sum_[R];
+  const Work<T> &work_, &next_;
+  const int64_t count_, rows_together_, columns_;
+  int64_t stride_;  // from row to row of scores
+  Range range_{};   // units of the span under way
+  float *memory_, *scores_, *parts_;
+  Left *queries_;
+  Row<T> *rows_;
+  const T *units_[kSpanUnits + kUnitsTogether + kAhead];
 };
-
-template <class T>
-void run_rows(int count, const Arguments &a, const Pages<T> &pages, int64_t head, const Row<T> *rows, Thread &thread,
-              const float *sinks) {
-  switch (count) {
-    case 1: return Tile<T, 1>(a, pages, head, rows, thread).run(sinks);
-    case 2: return Tile<T, 2>(a, pages, head, rows, thread).run(sinks);
-    case 3: return Tile<T, 3>(a, pages, head, rows, thread).run(sinks);
-    case 4: return Tile<T, 4>(a, pages, head, rows, thread).run(sinks);
-    case 5: return Tile<T, std::min(5, kRows)>(a, pages, head, rows, thread).run(sinks);
-    case 6: return Tile<T, std::min(6, kRows)>(a, pages, head, rows, thread).run(sinks);
-    case 7: return Tile<T, std::min(7, kRows)>(a, pages, head, rows, thread).run(sinks);
-    default: return Tile<T, kRows>(a, pages, head, rows, thread).run(sinks);
-  }
-}
 
 template <class T> void run_task(const Phase &phase, Task task, Thread &thread) {
   Arguments a(*phase.op);
-  int64_t head = task.index % a.kv_heads, tile = task.index / a.kv_heads, group = a.group_size();
-  const ClRequest &request = phase.step->requests[phase.notes[2 * tile]];
-  int64_t offset = phase.notes[2 * tile + 1];
-  int64_t tokens = std::min<int64_t>(a.tokens_per_task(), request.count - offset);
-  Pages<T> pages = pages_of(phase.pointer<T>(1), phase.step->groups[a.group], request, CacheShape{a.kv_heads, a.head_dim});
+  const Work<T> work(phase, a, task.index);
+  const Work<T> next(phase, a, std::min(task.index + 1, task.end - 1));
+  Tile<T> tile(phase, a, work, next, thread);
+  const float *sinks = phase.pointer<const float>(3);
 
-  Row<T> rows[kRows];
-  int count = 0;
-  for (int64_t i = 0; i < tokens * group; i++) {
-    int64_t token = request.start + offset + i / group, query_head = head * group + i % group;
-    int64_t position = request.position + offset + i / group;
-    rows[count++] = {phase.pointer<const T>(0) + token * a.q_stride + query_head * a.head_dim,
-                     phase.pointer<T>(2) + token * a.out_stride + query_head * a.head_dim, a.first_key(position), position,
-                     query_head};
-    if (count == kRows || i + 1 == tokens * group) {
-      run_rows<T>(count, a, pages, head, rows, thread, phase.pointer<const float>(3));
-      count = 0;
+  if (work.piece.span == kAll) {
+    Part result = tile.part(0), part = tile.part(1);
+    tile.attend(work.begin, result);
+    for (int64_t span = work.begin + 1; span < work.end; span++) {
+      tile.attend(span, part);
+      merge(result, part);
     }
+    return tile.finish(result, sinks);
   }
+  Shared &shared = Notes(phase).shared();
+  auto part_of_span = [&](int64_t span) {
+    return tile.part(shared.part((work.piece.place + span - work.begin) * a.kv_heads + work.head));
+  };
+  Part part = part_of_span(work.piece.span);
+  tile.attend(work.piece.span, part);
+  if (!shared.is_last(work.piece.place * a.kv_heads + work.head, work.end - work.begin)) return;
+  Part result = part_of_span(work.begin);
+  for (int64_t span = work.begin + 1; span < work.end; span++) merge(result, part_of_span(span));
+  tile.finish(result, sinks);
 }
 
 void run(const Phase &phase, Task task, Thread &thread) {

@@ -35,6 +35,17 @@ template <class T> struct Pages {
     return cache + block * block_stride + unit % units_per_page * shape.unit_elements() + head * shape.head_elements();
   }
   T *values_behind(T *keys) const { return keys + shape.key_elements(); }
+
+  // Writes where the keys of units [from, to) begin; returns the end of the list.
+  const T **list(int64_t from, int64_t to, int64_t head, const T **out) const {
+    const T *at_head = cache + head * shape.head_elements();
+    int64_t page = from / units_per_page, unit = from % units_per_page;
+    for (int64_t i = from; i < to; i++) {
+      *out++ = at_head + table[page] * block_stride + unit * shape.unit_elements();
+      if (++unit == units_per_page) unit = 0, page++;
+    }
+    return out;
+  }
 };
 
 template <class T>

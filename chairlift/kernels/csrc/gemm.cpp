@@ -17,13 +17,20 @@ namespace {
 constexpr int kPanelVectors = 3;
 constexpr int kPanel = kPanelVectors * kLanes;
 
-// A tile of the result that stays in registers: rows x vectors. The number of rows changes no bit.
+// A tile of the result that stays in registers: up to kTileRows rows of tile_vectors(rows) vectors. Its shape changes no
+// bit. A single row needs more than one vector, or it waits for its own sums.
 #if defined(CL_AVX512)
-constexpr int kTileRows = 8, kTileVectors = 3;
-#elif defined(CL_AVX2) || defined(__aarch64__)
-constexpr int kTileRows = 4, kTileVectors = 1;
+constexpr int kTileRows = 8;
+constexpr int tile_vectors(int) { return kPanelVectors; }
+#elif defined(CL_AVX2)
+constexpr int kTileRows = 5;
+constexpr int tile_vectors(int rows) { return rows == 1 ? kPanelVectors : 1; }
+#elif defined(__aarch64__)
+constexpr int kTileRows = 4;
+constexpr int tile_vectors(int rows) { return rows == 1 ? kPanelVectors : 1; }
 #else
-constexpr int kTileRows = 2, kTileVectors = 1;
+constexpr int kTileRows = 2;
+constexpr int tile_vectors(int) { return 1; }
 #endif
 
 constexpr int64_t kBlockRows = 128;     // rows of a task at most: its sums stay in the cache
@@ -54,23 +61,23 @@ template <class T> CL_INLINE int64_t panel_size(int64_t K) {
 
 template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const Tile<T> &tile, int first_vector) {
   using M = Multiply<T>;
-  constexpr int depth = M::depth, width = kLanes * depth;
+  constexpr int depth = M::depth, width = kLanes * depth, vectors = tile_vectors(R);
   const T *right = tile.panel + first_vector * width;
   const typename M::Left *left = tile.left;
   const char *next = tile.ahead.next;
   const int64_t next_step = tile.ahead.bytes_per_step;
-  V sum[R][kTileVectors];
+  V sum[R][vectors];
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 3
-    for (int j = 0; j < kTileVectors; j++) sum[i][j] = zero();
+    for (int j = 0; j < vectors; j++) sum[i][j] = zero();
 
   int64_t k = 0;
 #pragma GCC unroll 2
   for (; k + depth <= tile.K; k += depth) {
-    typename M::Right columns[kTileVectors];
+    typename M::Right columns[vectors];
 #pragma GCC unroll 3
-    for (int j = 0; j < kTileVectors; j++) {
+    for (int j = 0; j < vectors; j++) {
       columns[j] = M::load(right + j * width);
       if (far_lines == 0) prefetch_near(reinterpret_cast<const char *>(right + j * width) + kAhead);
     }
@@ -80,12 +87,12 @@ template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const T
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 3
-      for (int j = 0; j < kTileVectors; j++) sum[i][j] = M::add(sum[i][j], left + i * tile.stride + k, columns[j]);
+      for (int j = 0; j < vectors; j++) sum[i][j] = M::add(sum[i][j], left + i * tile.stride + k, columns[j]);
     right += kPanel * depth;
   }
   if (depth > 1 && k < tile.K) {
 #pragma GCC unroll 3
-    for (int j = 0; j < kTileVectors; j++) {
+    for (int j = 0; j < vectors; j++) {
       typename M::Right last = M::load(right + j * width);
 #pragma GCC unroll 8
       for (int i = 0; i < R; i++) sum[i][j] = M::add_one(sum[i][j], left + i * tile.stride + k, last);
@@ -94,11 +101,11 @@ template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const T
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 3
-    for (int j = 0; j < kTileVectors; j++) store(tile.sums + i * kPanel + (first_vector + j) * kLanes, sum[i][j]);
+    for (int j = 0; j < vectors; j++) store(tile.sums + i * kPanel + (first_vector + j) * kLanes, sum[i][j]);
 }
 
 template <class T, int R> void multiply_tile(const Tile<T> &tile) {
-  for (int j = 0; j < kPanelVectors; j += kTileVectors) {
+  for (int j = 0; j < kPanelVectors; j += tile_vectors(R)) {
     if (tile.ahead.bytes_per_step == 0)
       multiply_columns<T, R, 0>(tile, j);
     else if (tile.ahead.bytes_per_step <= kLine)
@@ -162,7 +169,7 @@ template <class T> struct Product {
 
   void run(const T *panel, const char *next, int64_t next_bytes, float *sums) const {
     int64_t count = rows.end - rows.begin, tiles = divide_up(count, kTileRows);
-    int64_t steps = tiles * (kPanelVectors / kTileVectors) * (K / Multiply<T>::depth);
+    int64_t steps = tiles * (kPanelVectors / tile_vectors(kTileRows)) * (K / Multiply<T>::depth);
     Ahead ahead{next, tiles > 1 && next_bytes > 0 ? next_bytes / steps + 1 : 0};
     for (int64_t i = 0; i < tiles; i++) {
       Range part = part_of(count, i, tiles);  // heights differ by one at most
