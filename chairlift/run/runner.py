@@ -180,7 +180,7 @@ class ModelRunner:
 
     def _agrees(self, program: Program) -> bool:
         """Whether a program gives what the modules give, on other tokens and another number of them."""
-        tokens = self._shadow.probe_tokens[::-1][: CAPTURED_TOKENS - 2]
+        tokens = self._shadow.probe_tokens[::-1][: min(CAPTURED_TOKENS - 2, self._max_tokens)]
         with torch.no_grad():
             inputs = self._probe_inputs(tokens, 0, len(tokens))
             wanted = self._forward(inputs)
@@ -214,7 +214,9 @@ class ModelRunner:
 
     def close(self) -> None:
         """Free the cache and the shadow."""
+        paths = self.paths
         self.__dict__.clear()
+        self.paths = paths
 
     # ------------------------------------------------------------------ steps
 
