@@ -1,6 +1,6 @@
 """Continuous batching for any Hugging Face causal language model, as it is loaded."""
 
-from transformers import CompileConfig, GenerationConfig
+from transformers import CompileConfig, DistributedConfig, GenerationConfig
 
 from chairlift.api import AutoModelForCausalLM, attach
 from chairlift.config import ContinuousBatchingConfig, WorkloadHints
@@ -22,6 +22,7 @@ __all__ = [
     "ConfigError",
     "ContinuousBatchingConfig",
     "ContinuousBatchingManager",
+    "DistributedConfig",
     "EngineDeadError",
     "GenerationConfig",
     "GenerationOutput",
