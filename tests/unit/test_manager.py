@@ -104,6 +104,10 @@ class ListModel(LateDevice):
     def prefix_salt(self, num_prompt: int) -> bytes:
         return b""
 
+    @property
+    def paths(self) -> dict[str, str]:
+        return {"forward pass": "a fake"}
+
     def warmup(self) -> None:
         self.warmups += 1
 
@@ -999,6 +1003,23 @@ def test_a_hard_stop_from_outside_ends_a_paused_engine() -> None:
             stopper = Waiter(manager.stop, hard_stop=True)
             assert stopper.get() is None
         assert result(manager, request_id).status is RequestStatus.FAILED
+
+
+def test_who_is_about_to_pause_is_woken_by_a_hard_stop() -> None:
+    with running() as manager:
+        manager.model.hold()
+        manager.add_request([1], max_new_tokens=390)
+        manager.model.await_held()
+
+        def pause() -> None:
+            with manager.pause():
+                pass
+
+        pauser = Waiter(pause)
+        until(lambda: bool(manager._pausers))
+        manager.stop(block=False, hard_stop=True)
+        manager.model.go_on()
+        assert pauser.get() is None
 
 
 def test_the_engine_cannot_pause_itself() -> None:
