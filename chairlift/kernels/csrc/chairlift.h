@@ -56,6 +56,7 @@ enum ClNormFlags {
 // CL_LINEAR      p: x, packed, bias|0, out, residual|0       n: K, N, x_stride, out_stride, residual_stride
 //                bias is float32. With a residual: out = residual + round(x W^T + bias).
 // CL_GATED       p: x, packed, bias|0, out                   n: K, N, x_stride, out_stride, act   (N: width of out)
+//                bias is float32 [2, N]: the gate's, then that of up
 //                gate and up are rounded to the type, then act(gate), rounded, times up, as the modules do one by one
 // CL_ACT         p: x, out                                   n: width, x_stride, out_stride, act
 // CL_ROPE_STORE  p: q, k, v, cos, sin, q_norm|0, k_norm|0, cache

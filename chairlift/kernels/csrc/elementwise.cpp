@@ -150,7 +150,8 @@ template <class T> struct Norm {
   void run(const T *x, T *out) const {
     const float count = static_cast<float>(width);
     float mean = 0.0f;
-    if (flags & CL_LAYER_NORM) mean = sum_over(width, [&](int64_t i, int64_t lanes) { return load(x + i, lanes); }) / count;
+    if (flags & CL_LAYER_NORM)
+      mean = sum_over(width, [&](int64_t i, int64_t lanes) { return load(x + i, lanes); }) / count;
     V center = all(mean);
     float squares = sum_over(width, [&](int64_t i, int64_t lanes) {
       V d = first(lanes, load(x + i, lanes) - center, zero());

@@ -7,6 +7,7 @@
 // An element of the result is one chain of products over all of K, in order of K, whatever the tile: no sum is split,
 // so a row's bits depend on neither its company nor the threads.
 #include <algorithm>
+#include <type_traits>
 
 #include "activation.h"
 #include "runtime.h"
@@ -17,8 +18,8 @@ namespace {
 constexpr int kPanelVectors = 3;
 constexpr int kPanel = kPanelVectors * kLanes;
 
-// A tile of the result that stays in registers: up to kTileRows rows of tile_vectors(rows) vectors. Its shape changes no
-// bit. A single row needs more than one vector, or it waits for its own sums.
+// A tile of the result that stays in registers: up to kTileRows rows of tile_vectors(rows) vectors. Its shape changes
+// no bit. A single row needs more than one vector, or it waits for its own sums.
 #if defined(CL_AVX512)
 constexpr int kTileRows = 8;
 constexpr int tile_vectors(int) { return kPanelVectors; }
@@ -39,8 +40,8 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kLine = 64;           // bytes that a prefetch brings
 constexpr int64_t kAhead = 8192;        // bytes between what is multiplied and what is prefetched
 
-// Prefetching: the panel being read, `kAhead` bytes ahead (panels are neighbours, so this runs on into the next one), or
-// the next panel, some bytes with each step, into the cache that this panel is read from.
+// Prefetching: the panel being read, `kAhead` bytes ahead (panels are neighbours, so this runs on into the next one),
+// or the next panel, some bytes with each step, into the cache that this panel is read from.
 struct Ahead {
   const char *next;
   int64_t bytes_per_step;  // 0: read ahead in this panel
@@ -130,7 +131,6 @@ template <class T> void multiply_tile(int rows, const Tile<T> &tile) {
 }
 
 // The rows of x that a tile multiplies, as `Multiply<T>` wants its left operand: in place, or widened to `buffer`.
-inline const float *left_rows(const float *x, int64_t, int, int64_t, float *, int64_t *) { return x; }
 template <class T>
 const typename Multiply<T>::Left *left_rows(const T *x, int64_t stride, int rows, int64_t K,
                                             typename Multiply<T>::Left *buffer, int64_t *left_stride) {
@@ -223,7 +223,8 @@ template <class T> Work<T> work_of(const Phase &phase, Task task, int panels_tog
   float *memory = thread.scratch<float>(sums * panels_together + widened);
 
   Work<T> work;
-  work.product = {phase.pointer<const T>(0), op.n[2], K, rows, reinterpret_cast<Left *>(memory + sums * panels_together)};
+  Left *buffer = reinterpret_cast<Left *>(memory + sums * panels_together);
+  work.product = {phase.pointer<const T>(0), op.n[2], K, rows, buffer};
   work.panel = panel;
   work.size = size * panels_together;
   work.weights = phase.pointer<const T>(1) + panel * work.size;
@@ -240,7 +241,8 @@ template <class T> void run_linear(const Phase &phase, Task task, Thread &thread
   const ClOp &op = *phase.op;
   Work<T> work = work_of<T>(phase, task, 1, thread);
   work.product.run(work.weights, work.next, work.next_bytes, work.sums[0]);
-  Output<T> output{phase.pointer<const float>(2), phase.pointer<const T>(4), phase.pointer<T>(3), op.n[1], op.n[3], op.n[4]};
+  Output<T> output{phase.pointer<const float>(2), phase.pointer<const T>(4), phase.pointer<T>(3), op.n[1], op.n[3],
+                   op.n[4]};
   Range rows = work.product.rows;
   for (int64_t i = rows.begin; i < rows.end; i++)
     output.write(i, work.panel * kPanel, work.sums[0] + (i - rows.begin) * kPanel);
@@ -299,9 +301,9 @@ template <int panels_together> Span weights(const Phase &phase, Range tasks) {
   return with_type(phase.op->type, [&](auto type) {
     using T = decltype(type);
     int64_t blocks = grid_of(phase).blocks, size = panel_size<T>(phase.op->n[0]) * panels_together;
-    int64_t first_panel = tasks.begin / blocks, end_panel = divide_up(tasks.end, blocks);
-    const T *begin = phase.pointer<const T>(1) + first_panel * size;
-    return Span{reinterpret_cast<const char *>(begin), (end_panel - first_panel) * size * static_cast<int64_t>(sizeof(T))};
+    int64_t first = tasks.begin / blocks, panels = divide_up(tasks.end, blocks) - first;
+    const T *begin = phase.pointer<const T>(1) + first * size;
+    return Span{reinterpret_cast<const char *>(begin), panels * size * static_cast<int64_t>(sizeof(T))};
   });
 }
 

@@ -1,8 +1,8 @@
 // How operations run: one parallel region per program, one phase per operation, tasks that threads take and steal.
 //
-// An operation is a `Kernel`: it checks its arguments, splits its work into tasks (on the calling thread, before anything
-// runs) and runs a task (on any thread). A task must not wait for another of its phase, and what it writes must not
-// depend on which thread runs it. Knows nothing of what operations compute.
+// An operation is a `Kernel`: it checks its arguments, splits its work into tasks (on the calling thread, before
+// anything runs) and runs a task (on any thread). A task must not wait for another of its phase, and what it writes
+// must not depend on which thread runs it. Knows nothing of what operations compute.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
