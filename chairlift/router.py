@@ -119,7 +119,7 @@ class Router:
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]] = {}
         with self._lock:
             self._cause, self._closed = cause, True
-            for request_id in [*self._handlers]:
+            for request_id in self._expected & self._handlers.keys():
                 self._route(GenerationOutput(request_id=request_id).failed(cause), loops)
             self._expected.clear()
             self._wake_all()
@@ -182,11 +182,12 @@ class Router:
 
     def register(self, request_id: str, callback: Callback) -> None:
         """Send this request's outputs, those waiting first, to `callback`: on the event loop that runs in the calling
-        thread if one does, else on the router's callback thread. A callback that raises is logged and harms nobody."""
-        self._adopt(request_id, callback)
+        thread if one does, else on the router's callback thread. A callback that raises is logged and harms nobody.
+        For an id that is not in use the callback waits until it is."""
+        self._adopt(request_id, callback, may_wait=True)
 
-    def _adopt(self, request_id: str, callback: Callback) -> bool:
-        """`register`; False if there is nothing to send and nothing will come."""
+    def _adopt(self, request_id: str, callback: Callback, may_wait: bool = False) -> bool:
+        """`register`; False if there is nothing to send and nothing is known to come."""
         try:
             loop: asyncio.AbstractEventLoop | None = asyncio.get_running_loop()
         except RuntimeError:
@@ -195,7 +196,7 @@ class Router:
             if self._cause is not None:
                 raise EngineDeadError(f"the engine stopped on a fault: {self._cause!r}") from self._cause
             waiting = [self._outputs.pop(serial) for serial in self._by_request.pop(request_id, ())]
-            if request_id in self._expected:
+            if request_id in self._expected or (may_wait and not waiting):
                 self._handlers[request_id] = (callback, loop)
             for output in waiting:
                 if loop is None:

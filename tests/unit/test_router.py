@@ -519,6 +519,18 @@ async def test_a_stream_does_not_wait_for_an_output_that_somebody_else_took(
     assert await asyncio.wait_for(numbers(router, "a"), LONG) in ([], [1])
 
 
+def test_a_handler_may_be_there_before_its_request(router: Router) -> None:
+    handled: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+    router.register("a", handled.put)
+    router.expect(["a", "b"])
+    router.deliver([last("b", 2), last("a", 1)])
+    assert handled.get(timeout=LONG).new_tokens == [1]
+    assert router.take(timeout=0).new_tokens == [2]  # type: ignore[union-attr]
+    router.expect(["a"])
+    router.deliver([last("a", 3)])
+    assert router.take("a", timeout=0).new_tokens == [3]  # type: ignore[union-attr]  # the handler was for one request
+
+
 # --- A dead engine --------------------------------------------------------------------------------------------------
 
 
