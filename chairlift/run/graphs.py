@@ -168,6 +168,8 @@ COUNTERPARTS: dict[Any, Callable[..., ClOp | None]] = {
 
 
 def _begin(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        raise NotCapturableError("a matrix in oneDNN's layout is multiplied, which only PyTorch can read")
     return tensor.untyped_storage().data_ptr()
 
 

@@ -243,7 +243,8 @@ class ModelRunner:
         self._set_rope_regimes(inputs)
         positions, keep = torch.from_numpy(inputs.positions), torch.from_numpy(inputs.keep)
         plan = self._attention(inputs)
-        if isinstance(plan, NativeStep) and self._program is not None and len(keep) <= self._max_logits:
+        fits = len(keep) <= self._max_logits and len(token_ids) <= self._max_tokens  # a probe may be larger
+        if isinstance(plan, NativeStep) and self._program is not None and fits:
             return self._program.run(plan.step, token_ids, positions, keep)
         return self._shadow.forward(token_ids, positions, plan, keep)
 
