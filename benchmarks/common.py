@@ -1,9 +1,8 @@
-"""What benchmarks share: the workload, the model, the record of a result."""
+"""What benchmarks share: the model, the record of a result."""
 
 import json
 import os
 import platform
-import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +13,6 @@ import transformers
 
 import chairlift
 from chairlift.model.loader import load_smollm2
-
-
-def w64(vocab_size: int = 49152, count: int = 64, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-    """The W64 workload: prompts of 16 to 256 random tokens, and how many tokens (16 to 128) each is to be given."""
-    generator = random.Random(seed)
-    prompts = [[generator.randrange(100, vocab_size) for _ in range(generator.randint(16, 256))] for _ in range(count)]
-    return prompts, [generator.randint(16, 128) for _ in range(count)]
 
 
 def load(dtype: str, attn_implementation: str = "sdpa") -> Any:

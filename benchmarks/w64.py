@@ -15,7 +15,8 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig as PeerConfig
 
-from benchmarks.common import load, report, w64
+from benchmarks.common import load, report
+from benchmarks.peers.works import w64
 from chairlift import ContinuousBatchingConfig, attach
 
 
