@@ -85,6 +85,8 @@ class Shadow:
         calls, seen = self._observe()
         self.layers = self._check_layers(seen)
         self._swap_layers(self.module)
+        ropes = [module for module in self.module.modules() if isinstance(module, RopeTable)]
+        self.ropes = [rope for rope in ropes if rope.kind != "default"]  # factors depend on the sequence's length
         # How many modules of each class the C++ kernels do in fewer calls.
         self.fused = {} if self.ops.native is None else fuse(self.module, calls, seen, self.ops.native)
         self._versions = [_version(place) for place in self._places]
@@ -93,11 +95,6 @@ class Shadow:
     def packed_bytes(self) -> int:
         """Memory of the matrices laid out for the kernels, beside the model's own."""
         return sum(m.weight.nbytes for m in self.module.modules() if isinstance(m, Projection)) if self.ops.packs else 0
-
-    @property
-    def ropes(self) -> list[RopeTable]:
-        """Rotary embeddings whose factors depend on the length of the sequence."""
-        return [m for m in self.module.modules() if isinstance(m, RopeTable) and m.kind != "default"]
 
     @property
     def is_hooked(self) -> bool:
