@@ -25,7 +25,6 @@ constexpr float kLog2E = 1.44269504f;
 constexpr int64_t kTileRows = 24;       // rows of a tile, where there are enough of them
 constexpr int64_t kTasksPerThread = 8;  // less are too few to share evenly
 constexpr int64_t kAhead = 4;           // units that are prefetched
-constexpr int64_t kValueUnits = 8;      // units whose values stay in the first-level cache while all rows use them
 
 // Register tiles: rows x units of keys, rows x vectors of values.
 #if defined(CL_AVX512)
@@ -216,7 +215,7 @@ void multiply_keys(const typename Multiply<T>::Left *queries, const T *const *un
     for (int j = 0; j < kUnitsTogether; j++) {
       columns[j] = M::load(units[j] + at);
       prefetch_near(units[j + kAhead] + at);
-      prefetch_far(units[j] + end + at);
+      prefetch_near(units[j] + end + at);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
@@ -236,7 +235,7 @@ template <class T> typename Multiply<T>::Right first_of_pair(const T *values) {
   return Multiply<T>::load(alone);
 }
 
-// sums += weights of R rows for `tokens` tokens times C vectors of their values, each a chain over the tokens in order.
+// sums = weights of R rows for `tokens` tokens times C vectors of their values, each a chain over the tokens in order.
 // A unit's vectors begin `offset` behind its keys; rows of weights are `stride` apart, rows of sums and of values
 // `columns`.
 template <class T, int R, int C>
@@ -247,7 +246,7 @@ void multiply_values(const typename Multiply<T>::Left *weights, int64_t stride, 
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-    for (int j = 0; j < C; j++) sum[i][j] = load(sums + i * columns + j * kLanes);
+    for (int j = 0; j < C; j++) sum[i][j] = zero();
   for (; tokens > 0; tokens -= kUnit, weights += kUnit) {
     const T *values = *units++ + offset;
     const int64_t count = std::min(kUnit, tokens);
@@ -330,8 +329,8 @@ template <class T> class Tile {
     for (int64_t i = 0; i < count_; i++) set_row(phase, i);
   }
 
-  Part part(int64_t i) const { return part(parts_ + i * Part::size(count_, columns_)); }
-  Part part(float *memory) const { return Part(count_, columns_, memory); }
+  Part part_in(float *memory) const { return Part(count_, columns_, memory); }
+  Part own_part(int64_t i) const { return part_in(parts_ + i * Part::size(count_, columns_)); }  // of two
 
   // Attention over one span.
   void attend(int64_t span, Part &part) {
@@ -442,27 +441,23 @@ template <class T> class Tile {
     store(scores + last, first(row.last + 1 - range_.begin * kUnit - last, load(scores + last), hidden));
   }
 
-  void add_values(Part &part) {
-    std::fill_n(part.values, count_ * columns_, 0.0f);
+  void add_values(Part &part) const {
     const int64_t tokens = std::min(range_.end * kUnit, work_.last + 1) - range_.begin * kUnit;
-    for (int64_t token = 0; token < tokens; token += kValueUnits * kUnit)
-      for_rows([&](auto rows, int64_t i) {
-        add_rows<rows.value>(i, token, std::min(kValueUnits * kUnit, tokens - token), part.values + i * columns_);
-      });
+    for_rows([&](auto rows, int64_t i) {
+      int64_t column = 0;
+      column = add_columns<rows.value, 4>(i, column, tokens, part);
+      column = add_columns<rows.value, 2>(i, column, tokens, part);
+      add_columns<rows.value, 1>(i, column, tokens, part);
+    });
   }
 
-  template <int R> void add_rows(int64_t i, int64_t token, int64_t tokens, float *sums) const {
-    int64_t column = 0;
-    auto add = [&](auto vectors) {
-      constexpr int C = vectors.value;
-      if constexpr (C <= kVectors)
-        for (; column + C * kLanes <= columns_; column += C * kLanes)
-          multiply_values<T, R, C>(weights_of(i) + token, stride_of_weights(), units_ + token / kUnit,
-                                   a_.shape().key_elements() + column * M::depth, tokens, sums + column, columns_);
-    };
-    add(std::integral_constant<int, 4>());
-    add(std::integral_constant<int, 2>());
-    add(std::integral_constant<int, 1>());
+  // As many times C vectors as there are from `column` on; returns the column behind them.
+  template <int R, int C> int64_t add_columns(int64_t i, int64_t column, int64_t tokens, Part &part) const {
+    if constexpr (C <= kVectors)
+      for (; column + C * kLanes <= columns_; column += C * kLanes)
+        multiply_values<T, R, C>(weights_of(i), stride_of_weights(), units_, a_.shape().key_elements() + column * M::depth,
+                                 tokens, part.values + i * columns_ + column, columns_);
+    return column;
   }
 
   int64_t stride_of_weights() const { return stride_ * static_cast<int64_t>(sizeof(float) / sizeof(Left)); }
@@ -486,7 +481,7 @@ template <class T> void run_task(const Phase &phase, Task task, Thread &thread) 
   const float *sinks = phase.pointer<const float>(3);
 
   if (work.piece.span == kAll) {
-    Part result = tile.part(0), part = tile.part(1);
+    Part result = tile.own_part(0), part = tile.own_part(1);
     tile.attend(work.begin, result);
     for (int64_t span = work.begin + 1; span < work.end; span++) {
       tile.attend(span, part);
@@ -496,7 +491,7 @@ template <class T> void run_task(const Phase &phase, Task task, Thread &thread) 
   }
   Shared &shared = Notes(phase).shared();
   auto part_of_span = [&](int64_t span) {
-    return tile.part(shared.part((work.piece.place + span - work.begin) * a.kv_heads + work.head));
+    return tile.part_in(shared.part((work.piece.place + span - work.begin) * a.kv_heads + work.head));
   };
   Part part = part_of_span(work.piece.span);
   tile.attend(work.piece.span, part);
