@@ -25,7 +25,11 @@ TINY: dict[str, dict[str, Any]] = {  # heads of 16 are for the C++ kernels, of 8
     "deepseek_v3": {},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MODELS = [f"{family}-{dtype}" for family in TINY for dtype in DTYPES] + ["smollm2-bfloat16"]
+MODELS = [
+    *(f"{family}-{dtype}" for family in ("llama", "gemma3_text", "gpt2", "gpt_oss") for dtype in DTYPES),
+    *("gemma2-float32", "mixtral-bfloat16", "deepseek_v3-float32"),
+]
+REAL = "smollm2-bfloat16"
 LENGTH = 41  # of the prompt that is looked at
 NEW_TOKENS, MORE_TOKENS = 10, 30
 SAMPLING: dict[str, dict[str, Any]] = {
@@ -56,11 +60,15 @@ class Engine:
         self.manager = manager
 
     def answer(self, sampling: str, others: Sequence[list[int]] = (), new_tokens: int = NEW_TOKENS) -> Answer:
-        half = len(others) // 2
-        ids = [self.manager.add_request(other, max_new_tokens=NEW_TOKENS) for other in others[:half]]
-        own = self.manager.add_request(PROMPT, max_new_tokens=new_tokens, **SAMPLING[sampling])
-        ids += [self.manager.add_request(other, max_new_tokens=NEW_TOKENS) for other in others[half:]]
-        outputs = {request_id: self.manager.get_result(request_id) for request_id in [own, *ids]}
+        half = (len(others) + 1) // 2
+        ids = []
+        with self.manager.pause():  # so that all start together
+            for other in [*others[:half], None, *others[half:]]:
+                choices = SAMPLING[sampling] if other is None else {}
+                prompt = PROMPT if other is None else other
+                ids.append(self.manager.add_request(prompt, max_new_tokens=new_tokens, ignore_eos=True, **choices))
+        own = ids[half]
+        outputs = {request_id: self.manager.get_result(request_id) for request_id in ids}
         assert len(outputs[own].generated_tokens) == new_tokens
         return Answer(outputs[own].generated_tokens, outputs[own].logprobs)
 
@@ -123,14 +131,14 @@ def test_after_a_prefix_hit(name: str, sampling: str, num_common: int) -> None:
 
 
 @each_model
-@pytest.mark.parametrize(("is_swapped", "sampling"), [(False, "greedy"), (True, "greedy"), (False, "seeded")])
-@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(
+    ("page_size", "is_swapped", "sampling"), [(4, False, "greedy"), (16, True, "greedy"), (16, False, "seeded")]
+)
 def test_after_a_preemption(name: str, sampling: str, is_swapped: bool, page_size: int) -> None:
     """Both requests are admitted, but not both find room to the end: the one that came last gives way."""
     settings = {"page_size": page_size, "cpu_offload_space": 0.05 if is_swapped else 0.0, "max_batch_tokens": 4}
     with engine(name, num_blocks=pool(name, page_size), **settings) as tight:
-        tight.manager.add_request(random_tokens(1, LENGTH), max_new_tokens=MORE_TOKENS)
-        answer = tight.answer(sampling, new_tokens=MORE_TOKENS)
+        answer = tight.answer(sampling, [random_tokens(1, LENGTH)], MORE_TOKENS)
         stats = tight.manager.stats()
     assert answer == alone(name, sampling, page_size, MORE_TOKENS)
     assert stats.preemptions > 0
@@ -145,3 +153,16 @@ def pool(name: str, page_size: int) -> int:
     ]
     layout = plan_layout(layers, page_size, 2)
     return layout.blocks_needed(LENGTH + MORE_TOKENS, 4) + layout.blocks_needed(LENGTH, 4)
+
+
+@each_sampling
+def test_a_real_model(sampling: str) -> None:
+    """SmolLM2 with all its layers: among others and in chunks, then after a prefix hit."""
+    with engine(REAL, max_batch_tokens=24) as busy:
+        assert busy.answer(sampling, OTHERS[:4]) == alone(REAL, sampling)
+        assert busy.answer(sampling, OTHERS[:1]) == alone(REAL, sampling)
+        assert busy.manager.stats().prefix_hit_tokens > 0
+
+
+def test_a_real_model_after_a_swap() -> None:
+    test_after_a_preemption(REAL, "greedy", True, 16)
