@@ -320,11 +320,11 @@ template <class T> class Tile {
     const int64_t longest = std::min(kSpanUnits, work.last / kUnit - work.first / kUnit + 1);
     stride_ = (round_up(longest, kUnitsTogether) + 1) * kUnit;  // one more: no power of two
     const int64_t rows = round_up(count_ * static_cast<int64_t>(sizeof(Row<T>)), 64) / 4;
-    memory_ = thread.scratch<float>(
-        static_cast<size_t>(rows + count_ * (stride_ + round_up(a.head_dim, kLanes)) + 2 * Part::size(count_, columns_)));
+    const int64_t parts = 2 * Part::size(count_, columns_);
+    memory_ = thread.scratch<float>(static_cast<size_t>(rows + count_ * (stride_ + a.head_dim) + parts));
     scores_ = memory_ + rows;
     parts_ = scores_ + count_ * stride_;
-    queries_ = reinterpret_cast<Left *>(parts_ + 2 * Part::size(count_, columns_));
+    queries_ = reinterpret_cast<Left *>(parts_ + parts);
     rows_ = reinterpret_cast<Row<T> *>(memory_);
     for (int64_t i = 0; i < count_; i++) set_row(phase, i);
   }
@@ -453,10 +453,11 @@ template <class T> class Tile {
 
   // As many times C vectors as there are from `column` on; returns the column behind them.
   template <int R, int C> int64_t add_columns(int64_t i, int64_t column, int64_t tokens, Part &part) const {
+    const int64_t values = a_.shape().key_elements();
     if constexpr (C <= kVectors)
       for (; column + C * kLanes <= columns_; column += C * kLanes)
-        multiply_values<T, R, C>(weights_of(i), stride_of_weights(), units_, a_.shape().key_elements() + column * M::depth,
-                                 tokens, part.values + i * columns_ + column, columns_);
+        multiply_values<T, R, C>(weights_of(i), stride_of_weights(), units_, values + column * M::depth, tokens,
+                                 part.values + i * columns_ + column, columns_);
     return column;
   }
 

@@ -60,18 +60,18 @@ template <class T> void rotate_halves(T *x, const T *cos, const T *sin, int64_t 
   }
 }
 
-template <class T> CL_INLINE float number(const T *p) {
-  alignas(64) float lanes[kLanes];
-  store(lanes, load(p, 1));
-  return lanes[0];
-}
-
 // Element 2i is turned together with element 2i + 1.
 template <class T> void rotate_pairs(T *x, const T *cos, const T *sin, int64_t dim) {
-  for (int64_t i = 0; i < dim; i += 2) {
-    float a = number(x + i), b = number(x + i + 1);
-    store(x + i, all(a * number(cos + i) - b * number(sin + i)), 1);
-    store(x + i + 1, all(b * number(cos + i + 1) + a * number(sin + i + 1)), 1);
+  for (int64_t i = 0; i < dim; i += kLanes) {
+    int64_t n = dim - i;
+    alignas(64) float lanes[kLanes], partners[kLanes];
+    V v = load(x + i, n);
+    store(lanes, v);
+    for (int k = 0; k < kLanes; k += 2) {
+      partners[k] = -lanes[k + 1];
+      partners[k + 1] = lanes[k];
+    }
+    store(x + i, fma(v, load(cos + i, n), load(partners) * load(sin + i, n)), n);
   }
 }
 
