@@ -61,6 +61,8 @@ class Contender:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         command = [python(name), "-m", f"benchmarks.peers.{name}"]
         command += ["--model", str(PEERS / "models" / args.model), "--threads", str(args.threads)]
+        # vLLM binds a thread to each core, and warns of what it would lose if it were told how many.
+        environment = {} if name == "vllm" else {"OMP_NUM_THREADS": str(args.threads)}
         self._process = subprocess.Popen(
             [*command, *["--tiny"] * args.tiny],
             stdin=subprocess.PIPE,
@@ -68,7 +70,7 @@ class Contender:
             stderr=self._log.open("w"),
             text=True,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": str(args.threads)},
+            env=os.environ | environment,
             start_new_session=True,
         )
         self.hello = self._answer()

@@ -35,6 +35,7 @@ class OpenVINO:
         for count in counts:
             config = openvino_genai.GenerationConfig()
             config.max_new_tokens, config.ignore_eos = count, True
+            config.set_eos_token_id(0)  # it wants one, even to ignore it
             config.do_sample, config.apply_chat_template = False, False
             configs.append(config)
         inputs = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]

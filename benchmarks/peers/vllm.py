@@ -16,17 +16,20 @@ class VLLM:
     def __init__(self, model: Path) -> None:
         self._model = str(model / "hf")
         self._llm: Any = None
+        self._cached: bool | None = None
 
     def prepare(self, setting: Setting) -> None:
         from vllm import LLM
 
-        self._llm = None
+        if setting.cached == self._cached:
+            return  # a minute's compilation; the number of rows need not be told
+        self._cached, self._llm = setting.cached, None
         gc.collect()
         self._llm = LLM(
             self._model,
             dtype="bfloat16",
             max_model_len=2048,
-            max_num_seqs=setting.rows,
+            max_num_seqs=256,
             enable_prefix_caching=setting.cached,
             skip_tokenizer_init=True,
             disable_log_stats=True,
