@@ -53,7 +53,7 @@ def _library() -> Path:
 
 
 @pytest.fixture
-def must_not_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+def must_not_compile(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
 
 

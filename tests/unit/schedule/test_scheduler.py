@@ -1,5 +1,6 @@
 """What the scheduler plans, and what it makes of results: one decision per test, on real cache bookkeeping."""
 
+import gc
 import pickle
 import sys
 from collections import OrderedDict
@@ -226,11 +227,13 @@ def count_calls(function: Callable[[], object]) -> int:
         nonlocal calls
         calls += event in ("call", "c_call")
 
+    gc.disable()  # what its callbacks call is not the function's work
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 
