@@ -42,7 +42,8 @@ class LlamaCpp:
     def _run(self, prompt: int, new: int, sequences: int) -> dict[str, Any]:
         batch = str(BATCH_TOKENS)
         shape = ["-npp", str(prompt), "-ntg", str(new), "-npl", str(sequences)]
-        size = ["-c", str(sequences * (prompt + new) + 256), "-b", batch, "-ub", batch]
+        room = -(prompt + new) // 256 * -256  # for one sequence, in the units that it allots
+        size = ["-c", str(sequences * room), "-b", batch, "-ub", batch]
         command = [*self._command, *size, *shape, "--output-format", "jsonl"]
         run = subprocess.run(command, env=self._environment, capture_output=True, text=True)
         lines = [line for line in run.stdout.splitlines() if line.startswith("{")]
