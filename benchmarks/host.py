@@ -1,6 +1,6 @@
 """What the host does per row and step: scheduling, index arrays, commit. The device is a null device.
 
-    python benchmarks/host.py [--waiting 10000]
+    python -m benchmarks host [--waiting 10000]
 
 Prints microseconds per row and step while N sequences decode (page 256, one group of layers), the median of the steps.
 """
