@@ -6,7 +6,10 @@ rows of numbers, the last dimension contiguous; an operation holds addresses, so
 
 import ctypes
 import logging
+import mmap
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -21,6 +24,9 @@ from chairlift.kernels import build
 
 ABI = 1
 ALIGNMENT = 64
+HUGE_PAGE = 2 << 20
+CHUNK = 64 << 20  # bytes of the arena that are mapped at a time
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}  # a shared mapping gets no huge pages
 
 logger = logging.getLogger(__name__)
 
@@ -339,7 +345,7 @@ class Native:
             rows = [weight.contiguous() for weight in rows]
         dtype, (out_features, in_features) = rows[0].dtype, rows[0].shape
         size = self._library.cl_packed_bytes(TYPES[dtype], out_features, in_features)
-        data = _aligned(size * len(rows))
+        data = _arena.take(size * len(rows))
         pack = self._library.cl_pack if len(rows) == 1 else self._library.cl_pack_gated
         addresses = [weight.data_ptr() for weight in rows]
         pack(TYPES[dtype], *addresses, rows[0].stride(0), out_features, in_features, data.data_ptr())
@@ -435,10 +441,35 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _aligned(size: int) -> Tensor:
-    data = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
-    start = -data.data_ptr() % ALIGNMENT
-    return data[start : start + size]
+class _Arena:
+    """Memory for packed weights, in huge pages where the system has them: reading all weights once, as one token does,
+    otherwise spends a tenth of its time on address translation. A mapping is freed with the last weight in it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._mapping: Callable[[], mmap.mmap | None] = lambda: None  # weakly: the tensors keep it alive
+        self._next = 0  # offset of what is free in it
+
+    def take(self, size: int) -> Tensor:
+        """uint8 [size], aligned to 64 bytes."""
+        with self._lock:
+            mapping = self._mapping()
+            if mapping is None or self._next + size > len(mapping):
+                mapping = mmap.mmap(-1, _round_up(max(size, CHUNK), HUGE_PAGE) + HUGE_PAGE, **PRIVATE)
+                if hasattr(mmap, "MADV_HUGEPAGE"):
+                    mapping.madvise(mmap.MADV_HUGEPAGE)
+                self._mapping = weakref.ref(mapping)
+                self._next = -torch.frombuffer(mapping, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+            start = self._next
+            self._next += _round_up(size, ALIGNMENT)
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
+
+
+def _round_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+_arena = _Arena()
 
 
 def load(isa: str) -> Native:

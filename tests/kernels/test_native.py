@@ -1,5 +1,6 @@
 """The C++ kernels, for every instruction set this machine runs: right against float64, same bits in any company."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -350,6 +351,21 @@ def test_packing_two_weights_that_differ_is_refused(kernels: Native) -> None:
 def test_packed_weights_are_aligned(kernels: Native, dtype: torch.dtype) -> None:
     packed: list[Packed] = [kernels.pack(weight(n, 9, dtype)) for n in (1, 5, 50)]
     assert all(each.data.data_ptr() % ops.ALIGNMENT == 0 for each in packed)
+
+
+def test_packed_weights_lie_apart_and_give_their_memory_back() -> None:
+    arena = ops._Arena()
+    sizes = (1, 64, 1000, ops.CHUNK, 7)
+    taken = [arena.take(size) for size in sizes]
+    for number, each in enumerate(taken):
+        each.fill_(number)
+    assert [each.numel() for each in taken] == list(sizes)
+    assert all(bool((each == number).all()) for number, each in enumerate(taken))
+    last = weakref.ref(arena._mapping())
+    del taken[:-1], each
+    assert last() is not None
+    taken.clear()
+    assert last() is None
 
 
 def test_there_is_one_openmp_library(kernels: Native) -> None:
