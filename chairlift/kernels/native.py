@@ -24,6 +24,7 @@ from chairlift.kernels import build
 
 ABI = 1
 ALIGNMENT = 64
+UNIT = 16  # tokens and numbers that attention takes together: pages and heads are multiples of it
 HUGE_PAGE = 2 << 20
 CHUNK = 64 << 20  # bytes of the arena that are mapped at a time
 PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}  # a shared mapping gets no huge pages

@@ -190,7 +190,7 @@ class NativeStep:
     ) -> Tensor:
         if call.value_dim < call.head_dim:
             value = nn.functional.pad(value, (0, call.head_dim - call.value_dim))
-        q, k, v = (_rows(tensor) for tensor in (query, key, value))
+        q, k, v = (token_rows(tensor) for tensor in (query, key, value))
         out = self.store_and_attend(layer, q, k, v, call, sinks, None)
         return out.view(1, -1, call.num_heads, call.head_dim)[..., : call.value_dim]
 
@@ -233,6 +233,6 @@ class RopeStyle:
     style: Mapping[str, Any]  # further arguments of `native.rope_store`
 
 
-def _rows(heads: Tensor) -> Tensor:
+def token_rows(heads: Tensor) -> Tensor:
     """[1, heads, T, D] as [T, heads * D]."""
     return heads[0].transpose(0, 1).reshape(heads.shape[2], -1)

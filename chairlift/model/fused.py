@@ -18,13 +18,12 @@ from transformers.pytorch_utils import Conv1D
 
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import Native, native
-from chairlift.kernels.native import Activation, ClGroup, ClStep, NormFlags, Packed
-from chairlift.model.attention import LayerCall, NativeStep, RopeStyle, Seam
+from chairlift.kernels.native import UNIT, Activation, ClGroup, ClStep, NormFlags, Packed
+from chairlift.model.attention import LayerCall, NativeStep, RopeStyle, Seam, token_rows
 from chairlift.model.layers import Derived, Projection
 
 logger = logging.getLogger(__name__)
 
-UNIT = 16  # the attention kernels' pages and heads are multiples of it
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of the largest number
 
 
@@ -203,19 +202,14 @@ class Attention(Derived):
         if bool(norms) != any(hasattr(source, name) for name in ("q_norm", "k_norm")) or len(norms) == 1:
             return None
         fused = Attention(source, parts, norms, kernels, layer)
-        if not _close(parts[-1](_rows(query)[None]), call.output[0]):
+        if not _close(parts[-1](token_rows(query)[None]), call.output[0]):
             return None
         for fused.interleaved in (False, True):
             q, k, v, rope = fused.project(given["hidden_states"], given.get("position_embeddings"))
             _turn(kernels, q, k, v, rope, layer.head_dim)
-            if all(_close(got, _rows(wanted)) for got, wanted in ((q, query), (k, key), (v, value))):
+            if all(_close(got, token_rows(wanted)) for got, wanted in ((q, query), (k, key), (v, value))):
                 return fused
         return None
-
-
-def _rows(heads: Tensor) -> Tensor:
-    """[1, heads, T, D] as [T, heads * D]."""
-    return heads[0].transpose(0, 1).reshape(heads.shape[2], -1)
 
 
 def _turn(kernels: Native, q: Tensor, k: Tensor, v: Tensor, rope: RopeStyle, head_dim: int) -> None:

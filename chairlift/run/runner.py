@@ -19,7 +19,7 @@ from chairlift.cache.storage import KVStorage
 from chairlift.config import ResolvedConfig
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import KVLayout, Native, Scratch
-from chairlift.kernels.native import ClGroup, ClStep
+from chairlift.kernels.native import UNIT, ClGroup, ClStep
 from chairlift.model.attention import NativeStep, Plan, ReferenceStep
 from chairlift.model.loader import Shadow
 from chairlift.run.graphs import CAPTURED_TOKENS, NotCapturableError, Program, capture
@@ -29,7 +29,6 @@ from chairlift.schedule.plan import PROMPT_LOGPROB_TOKENS, ScheduledBatch, Sched
 
 logger = logging.getLogger(__name__)
 
-UNIT = 16  # tokens and numbers that the C++ attention takes together: pages and heads must be multiples
 PROBE_BLOCKS = 2  # of each group, outside the pool
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.15}  # of the logits' mean size
 
