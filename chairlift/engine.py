@@ -7,12 +7,15 @@ before the next is planned, at depth 2 the host plans a step while the device st
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import islice
 from typing import Protocol
 
 from chairlift.request import GenerationOutput
 from chairlift.schedule.plan import ScheduledBatch
 from chairlift.schedule.scheduler import Sampled, Scheduler
-from chairlift.stats import StepRecorder
+from chairlift.stats import EngineView, RowView, StepRecorder, WaitingView, cells
+
+MOST_WAITING_SHOWN = 50
 
 
 class InFlight(Protocol):
@@ -45,6 +48,7 @@ class Engine:
         self.recorder = recorder
         self.depth = depth
         self._in_flight: deque[InFlight] = deque()
+        self._last: ScheduledBatch | None = None  # committed
 
     @property
     def has_work(self) -> bool:
@@ -76,6 +80,7 @@ class Engine:
 
     def _commit_oldest(self, schedule_seconds: float, launched: float) -> list[GenerationOutput]:
         done = self._in_flight.popleft()
+        self._last = done.batch
         sampled = done.wait()
         waited = time.perf_counter()
         outputs = self.scheduler.commit(done.batch, sampled)
@@ -87,3 +92,38 @@ class Engine:
             commit=time.perf_counter() - waited,
         )
         return outputs
+
+    def view(self, num_unseen: int = 0) -> EngineView:
+        """The engine as it is now; `num_unseen` more requests wait elsewhere. Call it between steps only."""
+        now = time.perf_counter()
+        scheduler = self.scheduler
+        last = self._last if scheduler.running else None
+        return EngineView(
+            time=now,
+            step=self.recorder.num_steps,
+            running=tuple(
+                RowView(
+                    seq.request.request_id,
+                    seq.request.tenant,
+                    seq.num_prompt,
+                    seq.num_computed,
+                    len(seq.tokens) - seq.num_prompt,
+                    seq.max_length,
+                    max(seq.cached_tokens, 0),
+                    seq.status.name,
+                    now - seq.request.created_time,
+                )
+                for seq in scheduler.running
+            ),
+            num_waiting=len(scheduler.waiting) + num_unseen,
+            waiting=tuple(
+                WaitingView(seq.request.request_id, seq.num_prompt, now - seq.request.created_time)
+                for seq in islice(scheduler.waiting.values(), MOST_WAITING_SHOWN)
+            ),
+            blocks=cells(scheduler.cache.block_states()),
+            batch_rows=0 if last is None else len(last.rows),
+            batch_tokens=0 if last is None else last.num_tokens,
+            tokens_per_second=self.recorder.tokens_per_second,
+            preemptions=scheduler.num_preemptions,
+            prefix_hit_tokens=scheduler.cache.usage.hit_tokens,
+        )

@@ -11,25 +11,36 @@ import logging
 import os
 import queue
 import threading
+import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from chairlift.config import ResolvedConfig
 from chairlift.engine import Engine
 from chairlift.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from chairlift.params import SamplingDefaults, SamplingParams, child_seed, fold_seed
+from chairlift.params import REQUEST_ARGUMENTS, SamplingDefaults, SamplingParams, Terms, child_seed, fold_seed
 from chairlift.request import GenerationOutput, Request
 from chairlift.router import Callback, Router
-from chairlift.stats import Stats
+from chairlift.stats import EngineView, Stats
 from chairlift.text.stopping import StopStringFilter
 
 logger = logging.getLogger(__name__)
 
 
 _Checked = tuple[tuple[int, ...], SamplingParams, int]
+
+
+@dataclass(eq=False)
+class _Watcher:
+    """Somebody who looks at the engine live."""
+
+    callback: Callable[[EngineView], object]
+    interval_s: float
+    due: float = 0.0
 
 
 class ServedModel(Protocol):
@@ -76,6 +87,7 @@ class ContinuousBatchingManager:
         self._router = Router()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._filters: dict[str, StopStringFilter] = {}  # of requests with stop strings
+        self._watchers: tuple[_Watcher, ...] = ()
         self._lock = threading.Lock()  # over what follows
         self._thread: threading.Thread | None = None
         self._accepting = True
@@ -226,8 +238,9 @@ class ContinuousBatchingManager:
     ) -> str | None:
         """Queue one request and return its id, or None (with a warning) once the manager has been told to stop.
 
-        `input_ids`: token ids, not empty. `sampling`: see `SamplingParams`. With `num_return_sequences=n` the answers
-        come under the id itself and `<id>__child#0` ... `<id>__child#<n-2>`.
+        `input_ids`: token ids, not empty. `sampling`: see `SamplingParams` and `Terms`, and `tokenizer=` for
+        `stop_strings` and `grammar`, which need one. With `num_return_sequences=n` the answers come under the id itself
+        and `<id>__child#0` ... `<id>__child#<n-2>`.
         """
         if eos_token_id is not None:
             sampling["eos_token_id"] = eos_token_id
@@ -281,7 +294,15 @@ class ContinuousBatchingManager:
         if request_id == "":
             raise InvalidRequestError("request_id is empty; give another, or None for one of the manager's")
         tokenizer = sampling.get("tokenizer")
-        params = self._defaults.resolve({name: value for name, value in sampling.items() if name != "tokenizer"})
+        terms = Terms.read(sampling)
+        if terms.priority and self.config.scheduler in ("fifo", "prefill_first"):
+            raise InvalidRequestError(
+                f"priority={terms.priority} has no effect with scheduler_type={self.config.scheduler!r}; "
+                "give the engine scheduler_type='priority' or 'fair_share'"
+            )
+        params = self._defaults.resolve(
+            {name: value for name, value in sampling.items() if name not in REQUEST_ARGUMENTS}
+        )
         if params.stop_strings and not callable(getattr(tokenizer, "decode", None)):
             raise InvalidRequestError(
                 f"stop_strings={list(params.stop_strings)!r} need a tokenizer; pass tokenizer=, an object with decode()"
@@ -289,7 +310,8 @@ class ContinuousBatchingManager:
         single = len(inputs) == 1
         prompts = [self._check_prompt(ids, params, None if single else i) for i, ids in enumerate(inputs)]
         families = [
-            self._family(request_id or self._fresh_id(), *prompt, streaming, record_timestamps) for prompt in prompts
+            self._family(request_id or self._fresh_id(), *prompt, terms, streaming, record_timestamps)
+            for prompt in prompts
         ]
         names = [[request.request_id for request in family] for family in families]
         if len(families) > 1 and self.config.allow_block_sharing:
@@ -347,18 +369,22 @@ class ContinuousBatchingManager:
         prompt: tuple[int, ...],
         params: SamplingParams,
         max_length: int,
+        terms: Terms,
         streaming: bool,
         timestamps: bool,
     ) -> list[Request]:
         """The requests of one prompt: itself and, for `num_return_sequences`, its children."""
         share = self.config.allow_block_sharing
         own = b"" if share else os.urandom(16)
+        if terms.cache_salt is not None:
+            own += b"\0" + terms.cache_salt.encode(errors="surrogatepass")
         salt = self._model.prefix_salt(len(prompt)) + own
         restart_length = self._model.restart_length
         restart = None
         if restart_length is not None and len(prompt) <= restart_length:
             restart = restart_length, self._model.prefix_salt(restart_length + 1) + own
         seed = params.seed if params.seed is not None else self._next_seed()
+        now = time.perf_counter()
         return [
             Request(
                 request_id=parent if child == 0 else f"{parent}__child#{child - 1}",
@@ -373,6 +399,10 @@ class ContinuousBatchingManager:
                 match_prefix=params.prompt_logprobs is None and (share or params.num_return_sequences > 1),
                 streaming=streaming,
                 record_timestamps=timestamps,
+                priority=terms.priority,
+                tenant=terms.tenant,
+                created_time=now,
+                deadline=None if terms.deadline_s is None else now + terms.deadline_s,
             )
             for child in range(params.num_return_sequences)
         ]
@@ -479,6 +509,23 @@ class ContinuousBatchingManager:
             paths=self._model.paths,
         )
 
+    def watch(self, callback: Callable[[EngineView], object], interval_s: float = 0.1) -> Callable[[], None]:
+        """Call `callback` with a view of the engine: now, after a step but at most every `interval_s` seconds, and when
+        the engine comes to rest. Returns what ends it.
+
+        The engine's thread calls, and goes on when the callback returns: hand the view over and be gone. One that
+        raises is dropped, with a warning. While nobody watches it costs nothing.
+        """
+        watcher = _Watcher(callback, interval_s)
+        with self._lock:
+            self._watchers = (*self._watchers, watcher)
+        self._inbox.put(partial(self._show, [watcher]))
+        return partial(self._unwatch, watcher)
+
+    def _unwatch(self, watcher: _Watcher) -> None:
+        with self._lock:
+            self._watchers = tuple(each for each in self._watchers if each is not watcher)
+
     # ------------------------------------------------------------------ the engine's thread
 
     def _run(self) -> None:
@@ -492,6 +539,8 @@ class ContinuousBatchingManager:
         was_idle = True
         while not self._hard_stopping:
             is_idle = not self._engine.has_work
+            if is_idle and not was_idle and self._watchers:
+                self._show(self._watchers)
             was_idle = was_idle or is_idle
             self._obey(sleep=is_idle and not self._stopping and not self._pausers)
             if self._pausers:
@@ -505,6 +554,23 @@ class ContinuousBatchingManager:
                 self._check_weights()
                 was_idle = False
             self._deliver(self._engine.step())
+            if self._watchers:
+                now = time.perf_counter()
+                self._show([watcher for watcher in self._watchers if watcher.due <= now])
+
+    def _show(self, watchers: Iterable[_Watcher]) -> None:
+        """Build a view for these watchers, if there are any."""
+        view: EngineView | None = None
+        for watcher in watchers:
+            if watcher not in self._watchers:
+                continue
+            view = view or self._engine.view(self._num_unseen)
+            watcher.due = view.time + watcher.interval_s
+            try:
+                watcher.callback(view)
+            except Exception:
+                logger.warning("a watcher raised and is dropped", exc_info=True)
+                self._unwatch(watcher)
 
     def _obey(self, sleep: bool = False) -> None:
         """Carry out the commands in the inbox; with `sleep` wait for one first."""
@@ -563,6 +629,8 @@ class ContinuousBatchingManager:
             shown, ended = output.failed(fault), True
         if ended and not output.is_finished():
             self._engine.scheduler.end(request_id)
+            if shown is not None:
+                shown = replace(shown, lifespan=(shown.lifespan[0], time.perf_counter()))
         if ended or output.is_finished():
             del self._filters[request_id]
         return shown

@@ -11,13 +11,51 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, Protocol, cast, get_args
 
 from chairlift.errors import InvalidRequestError
 
 LogitsProcessor = Callable[..., Any]  # (token_ids: list[int], logits: Tensor[vocab]) -> Tensor[vocab]
 _LARGEST = (2 - 2**-23) * 2.0**127  # a float of 32 bits, which is what logits are
 _NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+
+GrammarKind = Literal["json_schema", "json_object", "regex", "lark", "choice"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like.
+
+    kind: `json_schema` (source: the schema as JSON text), `json_object` (any; no source), `regex` (of the whole
+    answer), `lark` (a Lark grammar as llguidance reads it, lazy rules included), `choice` (source: the answers, as a
+    tuple of strings). Whether the source is a good one is checked when a request with it is submitted.
+    Raises InvalidRequestError for an unknown kind, TypeError for a source of the wrong type.
+    """
+
+    kind: GrammarKind
+    source: str | tuple[str, ...] = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            _refuse("grammar.kind", self.kind, f"one of {', '.join(get_args(GrammarKind))}")
+        if self.kind == "choice":
+            if not isinstance(self.source, (tuple, list)):
+                _mistyped("grammar.source", self.source, "a tuple of strings")
+            object.__setattr__(self, "source", _strings("grammar.source", tuple(self.source), 0))
+            if not self.source:
+                _refuse("grammar.source", self.source, "at least one answer to choose from")
+        elif not isinstance(self.source, str):
+            _mistyped("grammar.source", self.source, "a string")
+        elif not self.source and self.kind != "json_object":
+            _refuse("grammar.source", self.source, f"the text of a {self.kind}")
+
+
+class Guide(Protocol):
+    """A grammar made ready for one tokenizer: what the sampler asks of it."""
+
+    def follow(self, generated: Iterable[int], params: "SamplingParams") -> Any:
+        """The state of an answer of which these tokens are there; see `sample.grammar.Guided`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +91,13 @@ class SamplingParams:
     logprobs_mode: str = "processed"  # or "raw": before penalties, temperature and filters
     prompt_logprobs: int | None = None  # as `logprobs`
     logits_processor: LogitsProcessor | None = None
+    grammar: Grammar | None = None
+    guide: Guide | None = field(default=None, repr=False, compare=False)  # of `grammar`, once it has been compiled
     stop_ids: frozenset[int] = field(init=False, repr=False, compare=False)  # every token that ends the sequence
 
     def __post_init__(self) -> None:
-        eos = frozenset[int]() if self.ignore_eos else self.eos_token_ids
+        # A grammar decides by itself when the answer is over, and then nothing but one of these can follow.
+        eos = frozenset[int]() if self.ignore_eos and self.grammar is None else self.eos_token_ids
         object.__setattr__(self, "stop_ids", eos | self.stop_token_ids)
 
     @property
@@ -64,6 +105,7 @@ class SamplingParams:
         """Whether a step can only be sampled once the host has seen the token of the step before."""
         return (
             self.logits_processor is not None
+            or self.grammar is not None
             or self.no_repeat_ngram_size > 0
             or any(len(word) > 1 for word in self.bad_words_ids)
         )
@@ -87,6 +129,23 @@ class SamplingParams:
             min_length=0,
             max_length=None,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What a request asks for that changes when it runs, not what it says."""
+
+    priority: int = 0  # lower is sooner; for the policies that look at it
+    deadline_s: float | None = None  # seconds from submission; past them the request ends with "timeout"
+    tenant: str | None = None  # whom the request belongs to, for a fair share between tenants
+    cache_salt: str | None = None  # prefixes are shared only under equal salts
+
+    @classmethod
+    def read(cls, arguments: Mapping[str, Any]) -> "Terms":
+        """Those of a request's arguments that are meant here; None means: not given. Raises TypeError for a wrong
+        type, InvalidRequestError for a value out of range."""
+        given = {name: arguments.get(name) for name in _TERMS}
+        return cls(**{name: _TERMS[name](name, value, 0) for name, value in given.items() if value is not None})
 
 
 def fold_seed(seed: int) -> int:
@@ -248,6 +307,20 @@ def _callable(name: str, value: Any, vocab_size: int) -> LogitsProcessor:
     return cast("LogitsProcessor", value)
 
 
+def _string(name: str, value: Any, vocab_size: int) -> str:
+    if not isinstance(value, str):
+        _mistyped(name, value, "a string")
+    if not value:
+        _refuse(name, value, "a non-empty string, or None")
+    return value
+
+
+def _grammar(name: str, value: Any, vocab_size: int) -> Grammar:
+    if not isinstance(value, Grammar):
+        _mistyped(name, value, "a chairlift.params.Grammar")
+    return value
+
+
 _PARSERS: dict[str, _Parser] = {
     "do_sample": _flag,
     "temperature": _real(0.0),
@@ -272,8 +345,16 @@ _PARSERS: dict[str, _Parser] = {
     "logprobs": _alternatives,
     "prompt_logprobs": _alternatives,
     "logits_processor": _callable,
+    "grammar": _grammar,
 }
 SAMPLING_ARGUMENTS = frozenset(_PARSERS)
+_TERMS: dict[str, _Parser] = {
+    "priority": _count(None),
+    "deadline_s": _real(0.0, above_low=True),
+    "tenant": _string,
+    "cache_salt": _string,
+}
+REQUEST_ARGUMENTS = frozenset(_TERMS) | {"tokenizer"}  # those that stand beside the sampling arguments
 
 _FIELD_OF = {"eos_token_id": "eos_token_ids"}  # where an argument's name is not the field's
 _ONLY_IN_CONFIGS: dict[str, _Parser] = {"min_length": _count(0), "max_length": _count(1), "suppress_tokens": _tokens}
@@ -440,6 +521,6 @@ class SamplingDefaults:
 
 
 def _unknown(name: str) -> NoReturn:
-    near = difflib.get_close_matches(name, SAMPLING_ARGUMENTS, n=1)
+    near = difflib.get_close_matches(name, SAMPLING_ARGUMENTS | REQUEST_ARGUMENTS, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise TypeError(f"unknown sampling argument {name!r}{hint}")

@@ -39,7 +39,10 @@ class Request:
     streaming: bool = False
     record_timestamps: bool = False
     parent_id: str | None = None
+    priority: int = 0  # lower is sooner
+    tenant: str | None = None  # whom it belongs to
     created_time: float = field(default_factory=time.perf_counter)
+    deadline: float | None = None  # on the clock of `created_time`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +63,7 @@ class GenerationOutput:
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[dict[int, float] | None] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
-    finish_reason: str | None = None  # "stop", "length", "cancelled", "error"; None while running
+    finish_reason: str | None = None  # "stop", "length", "cancelled", "timeout", "error"; None while running
     stop_reason: int | str | None = None  # the token id or the string that ended it
     text: str | None = None  # only for requests with stop strings: the answer's text, cut before the stop string
     error: str | None = None
@@ -115,6 +118,7 @@ class Sequence:
         "timestamps",
         "tokens",
         "top_logprobs",
+        "turn",
         "wants_prompt_logprobs",
     )
 
@@ -133,6 +137,7 @@ class Sequence:
         self.num_synced = 0  # block table entries that the device has
         self.slot = -1  # of the device's per-sequence state; -1 while waiting
         self.planned_step = -1
+        self.turn = -1  # how many sequences were seated before it was for the first time; -1: it never was
         self.stop_ids: frozenset[int] = params.stop_ids
         self.emits_steps = request.streaming or bool(params.stop_strings)
         self.cached_tokens = -1  # -1: never seated yet

@@ -80,6 +80,59 @@ class Stats:
         )
 
 
+class RowView(NamedTuple):
+    """A running request."""
+
+    request_id: str
+    tenant: str | None
+    num_prompt: int  # tokens, as all below
+    num_computed: int  # of prompt and answer, steps in flight included
+    num_generated: int
+    max_length: int  # of prompt and answer together
+    num_cached: int  # of the prompt, found in the cache
+    status: str  # "PREFILLING" or "DECODING"
+    age_s: float  # since it was submitted
+
+
+class WaitingView(NamedTuple):
+    """A request in the queue."""
+
+    request_id: str
+    num_prompt: int  # tokens
+    age_s: float  # since it was submitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineView:
+    """The engine between two steps, for whoever watches it live. Every number is of one and the same moment."""
+
+    time: float  # `time.perf_counter()` seconds
+    step: int  # steps so far
+    running: tuple[RowView, ...]  # in the order in which they are continued
+    num_waiting: int
+    waiting: tuple[WaitingView, ...]  # the first 50, in queue order, which need not be that of the policy
+    blocks: bytes  # a cell per block, 0 free, 1 used, 2 shared by several requests, 3 cached; see `cells`
+    batch_rows: int  # of the last step, as `batch_tokens`; 0 at rest
+    batch_tokens: int
+    tokens_per_second: float
+    preemptions: int
+    prefix_hit_tokens: int
+
+
+MOST_CELLS = 4096
+_BY_WEIGHT = (0, 3, 1, 2)  # block states, the one that says most last
+
+
+def cells(states: bytes) -> bytes:
+    """Block states for display: themselves up to `MOST_CELLS`, else one cell for several neighbours, which then shows
+    the most telling of their states: shared before used before cached before free."""
+    size = -(-len(states) // MOST_CELLS)
+    if size <= 1:
+        return states
+    weights = states.translate(bytes(_BY_WEIGHT.index(state) for state in range(4)) + bytes(252))
+    return bytes(_BY_WEIGHT[max(weights[at : at + size])] for at in range(0, len(states), size))
+
+
 class _Step(NamedTuple):
     """One step. It carries the totals up to itself, so that a reader who holds a record holds a consistent state."""
 
@@ -174,6 +227,16 @@ class StepRecorder:
             commit_seconds=StepTimes.of([step.commit for step in steps]),
             paths=dict(paths or {}),
         )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded so far."""
+        return self._last.number
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated, over the recorded steps of the last `RECENT_SECONDS`."""
+        return self._rate(sorted(step for step in tuple(self._ring) if step.number))
 
     def _rate(self, steps: Sequence[_Step]) -> float:
         """Generated tokens per second, from the start of the first recent step until now."""

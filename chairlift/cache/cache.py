@@ -87,6 +87,10 @@ class KVCache:
             queried_tokens=self._queried_tokens,
         )
 
+    def block_states(self) -> bytes:
+        """One byte per block; see `BlockPool.states`."""
+        return self._pool.states()
+
     def blocks_missing(self, kv: SequenceKV, upto: int) -> int:
         """Blocks that `reserve(kv, ..., upto)` would take, before what sliding hands back."""
         return self._num_missing(kv.tables, upto)

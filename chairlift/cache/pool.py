@@ -5,8 +5,11 @@ Each block is free, referenced, or cached: unreferenced, but findable by its con
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice, repeat
 
 from chairlift.cache.hashing import PrefixIndex
+
+_STATE_OF_REFERENCES = {0: 0, 1: 1}  # more than one: 2
 
 
 class BlockPool:
@@ -36,6 +39,13 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_available
+
+    def states(self) -> bytes:
+        """One byte per block from block 1 on: 0 free, 1 referenced once, 2 referenced more than once, 3 cached."""
+        states = bytearray(map(_STATE_OF_REFERENCES.get, islice(self._refs, 1, None), repeat(2)))
+        for block in self._cached:
+            states[block - 1] = 3
+        return bytes(states)
 
     def num_references(self, block: int) -> int:
         return self._refs[block]
