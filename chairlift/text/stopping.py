@@ -4,7 +4,8 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from chairlift.request import GenerationOutput, RequestStatus
-from chairlift.text.detokenizer import Detokenizer, StopFinder, Tokenizer
+from chairlift.text.detokenizer import Detokenizer, StopFinder
+from chairlift.text.vocabulary import Tokenizer
 
 
 class StopStringFilter:

@@ -1,0 +1,144 @@
+"""What each token of a tokenizer is as text and as bytes, and which tokens do not show in an answer.
+
+Knows tokenizers by what they can do: those of the `tokenizers` library and what wraps one (`backend_tokenizer`), and
+anything else that has `decode(ids) -> str`. Refuses to know transformers, and how text grows (see `detokenizer`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import tokenizers
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that is always there."""
+
+    def decode(self, token_ids: list[int], /) -> str:
+        """Text of these tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """One token: its text, with U+FFFD for half a character, and its very bytes."""
+
+    text: str
+    data: bytes
+
+
+class Vocabulary:
+    """A tokenizer as those see it who read its tokens. May be used by many threads.
+
+    tokenizer: of transformers, of `tokenizers`, or any object with `decode`.
+    skip_special_tokens: whether the tokenizer's special tokens leave no text; `showing` makes exceptions.
+
+    A `Vocabulary` has `decode` itself: give it as `tokenizer=` of a request with stop strings, and the text that
+    these are looked for in is the text that an `Answer` with the same vocabulary gives.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self.tokenizer = tokenizer
+        self.backend_tokenizer = _backend(tokenizer)  # None if it is none of the `tokenizers` library
+        self.special = _special_ids(tokenizer, self.backend_tokenizer)
+        self.hidden = self.special if skip_special_tokens else frozenset[int]()
+        self._known: dict[int, TokenText] = {}
+        self._anchor: list[int] | None = None
+
+    def showing(self, texts: Iterable[str]) -> "Vocabulary":
+        """The same, but special tokens with one of these texts show: a parser waits for them."""
+        shown = self.hidden.intersection(token for text in texts if (token := self.special_id(text)) is not None)
+        if not shown:
+            return self
+        other = object.__new__(Vocabulary)
+        other.__dict__.update(self.__dict__, hidden=self.hidden - shown)
+        return other
+
+    def special_id(self, text: str) -> int | None:
+        """The special token that has exactly this text, if there is one, hidden or not."""
+        if self.backend_tokenizer is not None:
+            token = self.backend_tokenizer.token_to_id(text)
+        else:
+            convert = getattr(self.tokenizer, "convert_tokens_to_ids", None)
+            token = None if convert is None else convert(text)
+        return token if token in self.special else None
+
+    def decode(self, token_ids: list[int], /) -> str:
+        """Text of these tokens, all at once, without the hidden ones."""
+        return self.raw_decode([token for token in token_ids if token not in self.hidden])
+
+    def raw_decode(self, token_ids: list[int]) -> str:
+        """Text of these tokens, special ones too."""
+        if self.backend_tokenizer is not None:
+            return self.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+        return self.tokenizer.decode(token_ids)
+
+    def token(self, token_id: int) -> TokenText:
+        """What one token is in the middle of a text."""
+        if (known := self._known.get(token_id)) is None:
+            known = self._known[token_id] = self._look_up(token_id)
+        return known
+
+    def _look_up(self, token_id: int) -> TokenText:
+        """A token alone may read differently from one that follows another (a leading space), hence the anchor."""
+        if self._anchor is None:
+            self._anchor = self._find_anchor()
+        before, after = self.raw_decode(self._anchor), self.raw_decode([*self._anchor, token_id])
+        text = after[len(before) :] if after.startswith(before) else self.raw_decode([token_id])
+        if REPLACEMENT in text and (name := self._name(token_id)) is not None:
+            return TokenText(text, _bytes_of(name, text))
+        return TokenText(text, text.encode())
+
+    def _find_anchor(self) -> list[int]:
+        """A token that is a plain letter or word, to put before others."""
+        for token in range(2048):
+            try:
+                text = self.raw_decode([token])
+            except (IndexError, KeyError, OverflowError):  # the vocabulary is shorter than that
+                return []
+            if text.isascii() and text.isalpha():
+                return [token]
+        return []
+
+    def _name(self, token_id: int) -> str | None:
+        """The token as the vocabulary file spells it."""
+        if self.backend_tokenizer is not None:
+            return self.backend_tokenizer.id_to_token(token_id)
+        convert = getattr(self.tokenizer, "convert_ids_to_tokens", None)
+        name = None if convert is None else convert(token_id)
+        return name if isinstance(name, str) else None
+
+
+def _backend(tokenizer: Any) -> tokenizers.Tokenizer | None:
+    backend = (
+        tokenizer if isinstance(tokenizer, tokenizers.Tokenizer) else getattr(tokenizer, "backend_tokenizer", None)
+    )
+    return backend if isinstance(backend, tokenizers.Tokenizer) else None
+
+
+def _special_ids(tokenizer: Any, backend: tokenizers.Tokenizer | None) -> frozenset[int]:
+    ids = set(getattr(tokenizer, "all_special_ids", ()))
+    if backend is not None:
+        ids.update(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
+    return frozenset(ids)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE spells a byte as one printable character: its own in Latin-1, or the next one from U+0100 on."""
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(own)]
+    return {chr(byte): byte for byte in own} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+
+
+def _bytes_of(name: str, text: str) -> bytes:
+    """The bytes of a token that is no whole text: `<0xE4>` of SentencePiece, or the letters of byte-level BPE."""
+    if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
+        return bytes([int(name[3:5], 16)])
+    if all(letter in _BYTES for letter in name):
+        return bytes(_BYTES[letter] for letter in name)
+    return text.encode()
