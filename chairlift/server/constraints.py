@@ -1,0 +1,28 @@
+"""What an answer must match, from the fields of a body that say so."""
+
+import json
+
+from chairlift.params import Grammar
+from chairlift.server.protocol import Formatted, JsonObjectFormat, JsonSchemaFormat, Sampling
+
+
+def grammar_of(body: Sampling) -> Grammar | None:
+    """The grammar of `response_format`, `regex`, `grammar` or `choice`; a body has one at most. Whether its source is
+    a good one is found out when the request is submitted."""
+    if body.regex is not None:
+        return Grammar("regex", body.regex)
+    if body.grammar is not None:
+        return Grammar("lark", body.grammar)
+    if body.choice is not None:
+        return Grammar("choice", tuple(body.choice))
+    match body.response_format if isinstance(body, Formatted) else None:
+        case JsonObjectFormat():
+            return Grammar("json_object")
+        case JsonSchemaFormat(json_schema=schema):
+            return schema_grammar(schema.schema_)
+    return None
+
+
+def schema_grammar(schema: object) -> Grammar:
+    """JSON of this schema; None: any JSON object."""
+    return Grammar("json_object") if schema is None else Grammar("json_schema", json.dumps(schema))

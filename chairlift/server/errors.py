@@ -1,0 +1,155 @@
+"""What goes wrong, as OpenAI's clients read it: `{"error": {message, type, param, code}}` with the right status.
+
+Knows no route and no request.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from chairlift.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from chairlift.request import GenerationOutput
+
+RETRY_AFTER_S = 1
+
+# What the engine calls what a request calls otherwise.
+_REQUEST_FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_return_sequences": "n",
+    "stop_strings": "stop",
+    "input_ids": "prompt",
+    "inputs": "prompt",
+}
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer other than 200. `param`: the field of the request that is to blame."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI words it."""
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+class ClientGoneError(Exception):
+    """Nobody reads the answer any more."""
+
+
+def json_response(body: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Pure ASCII, so that half a surrogate pair in what a client sent cannot break the answer about it."""
+    content = json.dumps(body, separators=(",", ":")).encode()
+    return Response(content, status_code=status, headers=headers, media_type="application/json")
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What the client is told about an exception of the engine's side."""
+    match error:
+        case ApiError():
+            return error
+        case InvalidRequestError():
+            return ApiError(400, str(error), param=_blamed(str(error)))
+        case QueueFullError():
+            return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
+        case EngineDeadError():
+            return ApiError(503, str(error), code="engine_dead")
+    return ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
+
+
+def shutting_down() -> ApiError:
+    """The server ends, or the manager was stopped under it."""
+    return ApiError(503, "the server is shutting down", code="shutting_down", headers={"Retry-After": "5"})
+
+
+def failure(output: GenerationOutput, cause: BaseException | None) -> Exception:
+    """Why a request came back FAILED; `cause` is what the engine died of, if it did."""
+    if cause is not None and output.exception is cause:
+        return EngineDeadError(f"the engine stopped on a fault: {cause!r}")
+    if isinstance(output.exception, InvalidRequestError):
+        return output.exception
+    return ApiError(500, f"the request failed: {output.error}", code="request_failed")
+
+
+def _blamed(message: str) -> str | None:
+    """The engine's messages begin with the argument they are about."""
+    found = re.match(r"([a-z_]+)\b", message)
+    name = found[1] if found else ""
+    return _REQUEST_FIELDS.get(name, name if "_" in name or message.startswith(f"{name}=") else None)
+
+
+def from_validation(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong with a body, by the name of its field."""
+    errors: Sequence[Any] = error.errors()
+    first = max(errors, key=lambda each: len(each["loc"]))  # of a union's branches the one that came furthest
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
+    param = _path(first["loc"], keep_last=first["type"] == "extra_forbidden")
+    where = param or "the body"
+    match first["type"]:
+        case "extra_forbidden":
+            message = f"{where} is not supported here"
+        case "none_required":
+            message = f"{where} is not supported here: leave it out"
+        case "value_error":
+            blamed = getattr(first["ctx"]["error"], "param", None)
+            param = f"{param}.{blamed}" if param and blamed else param or blamed
+            message = str(first["ctx"]["error"])
+        case "missing":
+            message = f"{where} is missing"
+        case "model_attributes_type" if not param:
+            message = "the body must be a JSON object, sent with Content-Type: application/json"
+        case _:
+            message = f"{where}: {first['msg']}"
+    return ApiError(400, message, param=param)
+
+
+def _path(loc: Sequence[int | str], keep_last: bool) -> str | None:
+    """`("body", "messages", 0, "content", "list[TextPart]", 1, "type")` as `messages[0].content[1].type`: what names
+    a branch of a union is no field."""
+    path = ""
+    for number, part in enumerate(loc[1:], 2):
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif (keep_last and number == len(loc)) or (part.islower() and part.isidentifier() and part not in _BRANCHES):
+            path += f".{part}" if path else part
+    return path or None
+
+
+_BRANCHES = frozenset({"str", "int", "float", "bool", "none", "dict", "list"})
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """The handler of every exception that a route lets through."""
+    match error:
+        case RequestValidationError():
+            return from_validation(error).response()
+        case HTTPException():
+            return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        case ClientGoneError():
+            return Response(status_code=499)
+    return as_api_error(error).response()

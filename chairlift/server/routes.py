@@ -1,0 +1,94 @@
+"""The endpoints: which body goes where, and who answers."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from chairlift.server.chat import prepare_chat, render_messages
+from chairlift.server.completions import prepare_completion
+from chairlift.server.errors import ApiError, json_response
+from chairlift.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from chairlift.server.service import Service
+
+
+def api_router(service: Service) -> APIRouter:
+    """All of the OpenAI routes and their relatives."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        """200 while requests are taken, 503 otherwise."""
+        service.check()
+        return json_response({"status": "ok"})
+
+    @router.get("/v1/models")
+    async def models() -> Response:
+        """The one model."""
+        service.check()
+        return json_response({"object": "list", "data": [_card(service)]})
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        """The same, by name."""
+        service.check()
+        service.check_model(name)
+        return json_response(_card(service))
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue prompts."""
+        service.check_model(body.model)
+        return await service.answer(request, partial(prepare_completion, service, body), bool(body.stream))
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """The next turn of a conversation."""
+        service.check_model(body.model)
+        return await service.answer(request, partial(prepare_chat, service, body), bool(body.stream))
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The token ids of a prompt, or of messages by the chat template."""
+        service.check()
+        service.check_model(body.model)
+        tokens = await service.offload(partial(_tokenize, service, body))
+        return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_length})
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids."""
+        service.check()
+        service.check_model(body.model)
+        return json_response({"prompt": await service.offload(partial(_detokenize, service, body.tokens))})
+
+    return router
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "chairlift",
+        "max_model_len": service.max_model_length,
+    }
+
+
+def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
+    if body.prompt is not None:
+        return service.encode(body.prompt, body.add_special_tokens)
+    return render_messages(
+        service,
+        body.messages or [],
+        body.tools,
+        body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )
+
+
+def _detokenize(service: Service, tokens: list[int]) -> str:
+    size = len(service.tokenizer)
+    if bad := [token for token in tokens if not 0 <= token < size]:
+        raise ApiError(400, f"tokens holds {bad[0]}, outside the tokenizer's vocabulary 0..{size - 1}", param="tokens")
+    return service.vocabulary(skip_special_tokens=False).decode(tokens)

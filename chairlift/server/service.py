@@ -1,0 +1,163 @@
+"""What all routes share: the manager, the tokenizer, a few threads for text, and the calls under way."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+
+from chairlift.errors import EngineDeadError
+from chairlift.manager import ContinuousBatchingManager
+from chairlift.request import GenerationOutput
+from chairlift.server.call import Bell, Call, Observer
+from chairlift.server.errors import ApiError, json_response, shutting_down
+from chairlift.server.sse import EventStream, Streamed
+from chairlift.text.vocabulary import Vocabulary
+
+NUM_THREADS = 4
+
+Result = TypeVar("Result")
+
+
+class Shape(Streamed, Protocol):
+    """How one kind of answer looks, streamed or not."""
+
+    def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+        """The answer to a request that is not streamed, from the terminal output of each choice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A request, ready for the engine, and how its answer looks."""
+
+    inputs: Sequence[Sequence[int]]
+    sampling: dict[str, Any]
+    shape: Shape
+
+
+class Service:
+    """One per application. What speaks of requests is for the event loop, what speaks of text for any thread."""
+
+    def __init__(
+        self,
+        manager: ContinuousBatchingManager,
+        tokenizer: Any,
+        model_name: str,
+        chat_template: str | None,
+        observe: Observer,
+    ) -> None:
+        self.manager = manager
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.chat_template = chat_template
+        self.created = int(time.time())
+        self._observe = observe
+        self._vocabularies = {skip: Vocabulary(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
+        self.encode("a")  # what a fast tokenizer sets up at its first call must not be set up by two threads at once
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "chairlift-text")
+        self._bell: Bell | None = None
+        self._calls: set[Call[Any]] = set()
+        self._is_ending = False
+
+    @property
+    def max_model_length(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        config = self.manager.config
+        return min(config.max_sequence_length + 1, config.max_model_length)
+
+    def room(self, tokens: Sequence[int]) -> int:
+        """The longest answer to this prompt; 1 for a prompt that is too long, which the manager refuses by name."""
+        return max(self.max_model_length - len(tokens), 1)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; takes its time, so beside the event loop."""
+        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+    def vocabulary(self, skip_special_tokens: bool) -> Vocabulary:
+        """The tokenizer for those who read its tokens."""
+        return self._vocabularies[skip_special_tokens]
+
+    def check(self) -> None:
+        """Raise EngineDeadError after a crash, ApiError 503 when the manager takes no requests."""
+        try:
+            self.manager.check()
+        except EngineDeadError:
+            raise
+        except RuntimeError as destroyed:
+            raise shutting_down() from destroyed
+        if self._is_ending or not self.manager.is_running():
+            raise shutting_down()
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 for a model that is not served here."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r:.200} is not served here; {self.model_name!r} is",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def offload(self, work: Callable[[], Result]) -> Result:
+        """Do `work` beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def answer(self, request: Request, prepare: Callable[[], Job], streaming: bool) -> Response:
+        """Answer one request. `prepare` (tokenising, checking) runs beside the event loop. A client that leaves
+        cancels whatever there is."""
+        call: Call[Any] = self._open(request)
+        try:
+
+            def submit() -> Shape:
+                job = prepare()
+                make = job.shape.chunk if streaming else _keep
+                call.submit(job.inputs, job.sampling, make, streaming)
+                return job.shape
+
+            shape = await self.offload(submit)
+            if not streaming:
+                outputs = dict([item async for items in call for item in items])
+                body = await self.offload(lambda: shape.whole([outputs[choice] for choice in sorted(outputs)]))
+                return json_response(body)
+            stream = EventStream(call, shape)
+        except BaseException:
+            call.close()
+            raise
+        finally:
+            if not streaming:
+                call.close()
+        return stream
+
+    def _open(self, request: Request) -> Call[Any]:
+        self.check()
+        loop = asyncio.get_running_loop()
+        if self._bell is None or self._bell.loop is not loop:
+            self._bell = Bell(loop)
+        call: Call[Any] = Call(self.manager, self._bell, self._observe)
+        self._calls.add(call)
+        call.on_close(lambda: self._calls.discard(call))
+        call.watch(request.receive)
+        return call
+
+    @property
+    def num_calls(self) -> int:
+        """Requests that are being answered."""
+        return len(self._calls)
+
+    def end(self) -> None:
+        """Answer whatever is under way, and whatever may still come, with 503."""
+        self._is_ending = True
+        for call in tuple(self._calls):
+            call.abort(shutting_down())
+
+    def close(self) -> None:
+        """End the threads. The manager is its owner's."""
+        self._threads.shutdown(wait=False)
+
+
+def _keep(choice: int, output: GenerationOutput) -> tuple[int, GenerationOutput]:
+    return choice, output
