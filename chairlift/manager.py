@@ -307,6 +307,8 @@ class ContinuousBatchingManager:
             raise InvalidRequestError(
                 f"stop_strings={list(params.stop_strings)!r} need a tokenizer; pass tokenizer=, an object with decode()"
             )
+        if params.grammar is not None:
+            params = _guided(params, tokenizer)
         single = len(inputs) == 1
         prompts = [self._check_prompt(ids, params, None if single else i) for i, ids in enumerate(inputs)]
         families = [
@@ -674,6 +676,25 @@ class ContinuousBatchingManager:
         with self._pause:
             self._parked = True  # nothing will move while they change the model
             self._pause.notify_all()
+
+
+def _guided(params: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """With the grammar compiled."""
+    assert params.grammar is not None
+    if not params.stop_ids:
+        raise InvalidRequestError(
+            "grammar= needs a token that ends the answer where the grammar does, and neither the request nor the model "
+            "has one: give eos_token_id or stop_token_ids"
+        )
+    try:
+        from chairlift.sample.grammar import compile_grammar
+    except ModuleNotFoundError as missing:
+        if missing.name != "llguidance":
+            raise
+        raise InvalidRequestError(
+            "grammar= needs llguidance, which is not installed: pip install 'chairlift[grammar]'"
+        ) from missing
+    return replace(params, guide=compile_grammar(params.grammar, tokenizer))
 
 
 def _plain_tokens(input_ids: object, name: str) -> tuple[int, ...]:

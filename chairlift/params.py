@@ -103,9 +103,13 @@ class SamplingParams:
     @property
     def needs_host_tokens(self) -> bool:
         """Whether a step can only be sampled once the host has seen the token of the step before."""
+        return self.grammar is not None or self.needs_transcript
+
+    @property
+    def needs_transcript(self) -> bool:
+        """Whether sampling looks at all the tokens before."""
         return (
             self.logits_processor is not None
-            or self.grammar is not None
             or self.no_repeat_ngram_size > 0
             or any(len(word) > 1 for word in self.bad_words_ids)
         )

@@ -8,7 +8,7 @@ by the number of rows, so a row's result has the same bits in any batch. PyTorch
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from chairlift.params import SamplingParams
 from chairlift.sample import filters
 from chairlift.sample.penalties import SeenTokens, Transcript
 from chairlift.sample.tensors import EDITS, Feature, HostCopy, SlotTable, having, pick, to_device, uniforms
+
+if TYPE_CHECKING:
+    from chairlift.sample.grammar import Guided  # which needs llguidance
 
 # Rows are taken in parts: what is made of them stays in the caches of a CPU, and is small beside a GPU's memory.
 _CPU_PART, _GPU_PART = 1 << 18, 1 << 27  # logits: for each thread; at a time
@@ -96,7 +99,8 @@ class Sampler:
         self._device = torch.device(device)
         self._table = SlotTable(num_slots)
         self._seen = SeenTokens(vocab_size, self._device)
-        self._transcripts: dict[int, Transcript] = {}  # by slot, as the three below
+        self._transcripts: dict[int, Transcript] = {}  # by slot, as the four below
+        self._guided: dict[int, Guided] = {}
         self._banned: dict[int, NDArray[np.int64]] = {}
         self._stops: dict[int, NDArray[np.int64]] = {}
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
@@ -112,14 +116,17 @@ class Sampler:
             self._seen.seat(slot, tokens, num_prompt)
         else:
             self._seen.forget(slot)
-        for state in (self._transcripts, self._banned, self._stops, self._bias):
+        for state in (self._transcripts, self._guided, self._banned, self._stops, self._bias):
             state.pop(slot, None)
         if features & Feature.TRANSCRIPT:
             self._transcripts[slot] = Transcript(tokens, params)
+        if params.guide is not None:
+            self._guided[slot] = params.guide.follow(tokens[num_prompt:], params)
         if features & Feature.BAN:
             self._banned[slot] = np.array([word[0] for word in params.bad_words_ids if len(word) == 1], np.int64)
         if features & Feature.NO_STOP:
-            self._stops[slot] = np.array(sorted(params.stop_ids), np.int64)
+            stops = () if features & Feature.GRAMMAR else sorted(params.stop_ids)  # a grammar sees to it itself
+            self._stops[slot] = np.array(stops, np.int64)
         if features & Feature.BIAS:
             ids, bias = zip(*params.logit_bias, strict=True)
             self._bias[slot] = np.array(ids, np.int64), np.array(bias, np.float32)
@@ -218,7 +225,31 @@ class Sampler:
                 self._transcripts[owners[i]].process(edited[i])
             except Exception as error:  # the request's own code: whatever it raises is the end of that request only
                 faults[int(work[i])] = error
+        self._obey_grammars(edited, having(rows, Feature.GRAMMAR), owners, rows, work, faults)
         return edited
+
+    def _obey_grammars(
+        self,
+        logits: Tensor,
+        index: NDArray[np.intp],
+        owners: Sequence[int],
+        rows: NDArray[Any],
+        work: NDArray[np.intp],
+        faults: dict[int, Exception],
+    ) -> None:
+        """Leave, in place, only what each row's grammar allows next. `index`: the rows of `logits` that have one."""
+        if not len(index):
+            return
+        allowed = np.ones((len(index), logits.shape[-1]), np.bool_)
+        may_stop = rows["features"][index] & Feature.NO_STOP.value == 0
+        for place, i in enumerate(index):
+            try:
+                allowed[place] = self._guided[owners[i]].allowed(logits.shape[-1], bool(may_stop[place]))
+            except ChairliftError as error:
+                faults.setdefault(int(work[i]), error)
+        kept = pick(logits, index).masked_fill_(self._to_device(~allowed), -torch.inf)
+        if kept is not logits:
+            logits[self._to_device(index)] = kept
 
     def _add_bias(self, logits: Tensor, index: NDArray[np.intp], owners: Sequence[int]) -> None:
         if len(index):
@@ -242,6 +273,10 @@ class Sampler:
         if len(kept):
             for row, token in zip(kept, pick(tokens, kept).tolist(), strict=True):
                 self._transcripts[slots[row]].append(token)
+        guided = having(rows, Feature.GRAMMAR)
+        if len(guided):
+            for row, token in zip(guided, pick(tokens, guided).tolist(), strict=True):
+                self._guided[slots[row]].append(token)
 
     def _to_device(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self._device)

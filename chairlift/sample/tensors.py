@@ -29,11 +29,12 @@ class Feature(enum.IntFlag):
     BAN = enum.auto()  # tokens that are never allowed
     NO_STOP = enum.auto()  # stop tokens are not allowed yet
     TRANSCRIPT = enum.auto()  # its tokens are kept on the host: n-grams, words, a logits processor
+    GRAMMAR = enum.auto()  # only what it says may follow
     LOGPROBS = enum.auto()
     RAW_LOGPROBS = enum.auto()
 
 
-EDITS = Feature.BIAS | Feature.PENALTY | Feature.BAN | Feature.NO_STOP | Feature.TRANSCRIPT
+EDITS = Feature.BIAS | Feature.PENALTY | Feature.BAN | Feature.NO_STOP | Feature.TRANSCRIPT | Feature.GRAMMAR
 
 _ROW = np.dtype(
     [
@@ -99,7 +100,8 @@ def features_of(params: SamplingParams) -> Feature:
         Feature.PENALTY: (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1, 0, 0),
         Feature.BAN: any(len(word) == 1 for word in params.bad_words_ids),
         Feature.NO_STOP: params.min_new_tokens and params.stop_ids,
-        Feature.TRANSCRIPT: params.needs_host_tokens,
+        Feature.TRANSCRIPT: params.needs_transcript,
+        Feature.GRAMMAR: params.grammar is not None,
         Feature.LOGPROBS: params.logprobs is not None,
         Feature.RAW_LOGPROBS: params.logprobs is not None and params.logprobs_mode == "raw",
     }
