@@ -1,8 +1,8 @@
 """The page and its feed: `GET /` is one static file, `GET /events` the engine's views as server-sent events.
 
-The engine is watched only while somebody listens, once for all who do. A listener holds no queue: it is told that there
-is news and takes the latest view, so a slow one skips views and delays nobody. Nothing here knows conversations, keys or
-the OpenAI routes; the page itself calls those.
+The engine is watched only while somebody listens, once for all who do. A listener holds no queue: it is told that
+there is news and takes the latest view, so a slow one skips views and delays nobody. Nothing here knows conversations,
+keys or the OpenAI routes; the page itself calls those.
 """
 
 import asyncio
@@ -10,14 +10,12 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.resources import files
 from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
-from fastapi.params import Depends
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -64,7 +62,9 @@ class Feed:
         try:
             if self._unwatch is None:
                 loop = asyncio.get_running_loop()
-                self._unwatch = self._manager.watch(partial(loop.call_soon_threadsafe, self._publish), INTERVAL_S)
+                self._unwatch = self._manager.watch(
+                    lambda view: loop.call_soon_threadsafe(self._publish, view), INTERVAL_S
+                )
             elif self._view is not None:
                 news.set()
             yield news
@@ -119,7 +119,7 @@ class _Stream(StreamingResponse):
 class PageRouter(APIRouter):
     """The two routes. Call `close()` when the server is told to shut down: open streams would hold it up."""
 
-    def __init__(self, manager: Watched, dependencies: Sequence[Depends]) -> None:
+    def __init__(self, manager: Watched) -> None:
         super().__init__(include_in_schema=False)
         feed = Feed(manager)
         self.close = feed.close
@@ -132,19 +132,19 @@ class PageRouter(APIRouter):
                 return Response(status_code=304, headers=headers)
             return Response(html, media_type="text/html", headers=headers)
 
-        @self.get("/events", dependencies=dependencies)
+        @self.get("/events")
         async def events() -> Response:
             manager.check()
             return _Stream(feed)
 
 
-def router(manager: Watched, dependencies: Sequence[Depends] = ()) -> PageRouter:
-    """`GET /`, open to all, and `GET /events`, behind `dependencies` (the check of the API key).
+def router(manager: Watched) -> PageRouter:
+    """`GET /` and `GET /events`; whether a key is needed for them is the application's to say.
 
     The page knows its own requests among the rows by the `id` of a chat completion's chunks: that must be the engine's
     `request_id`.
     """
-    return PageRouter(manager, dependencies)
+    return PageRouter(manager)
 
 
 def encode(view: EngineView) -> bytes:
@@ -183,7 +183,7 @@ def encode(view: EngineView) -> bytes:
 
 
 def page_headers(html: bytes) -> dict[str, str]:
-    """Nothing runs in the page but its own script, nothing is drawn by another style, nothing talks to anywhere else."""
+    """No script but the page's own, no style but its own, and no connection but to this server."""
 
     def hashed(element: str) -> str:
         bodies = re.findall(rf"<{element}>(.*?)</{element}>".encode(), html, re.DOTALL)
