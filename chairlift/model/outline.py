@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from chairlift.config import ModelFacts
+from chairlift.config import DeviceFacts, ModelFacts
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import REFERENCE
 from chairlift.model.attention import DISCOVERY, Seam
@@ -21,6 +21,7 @@ from chairlift.model.loader import (
     PROBE_TOKENS,
     SMOLLM2,
     check_layers,
+    device_facts,
     model_facts,
     model_name,
     refuse,
@@ -89,3 +90,8 @@ def read_config(name: str | None = None) -> PretrainedConfig:
     else:
         config = AutoConfig.from_pretrained(name or SMOLLM2)
     return config
+
+
+def machine() -> DeviceFacts:
+    """The device that models are served on here."""
+    return device_facts(torch.device("cpu"))

@@ -1,0 +1,82 @@
+"""`chairlift serve`: the OpenAI-compatible server over one model."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction
+
+from chairlift.commands.flags import Engine, UsageError, needs, served_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Serve a model over HTTP, as OpenAI's API has it."""
+
+    model: Positional[str | None] = None
+    """Folder or Hub name; None: SmolLM2-135M-Instruct."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for all."""
+    port: int = 8000
+    """0: any free one."""
+    served_model_name: str | None = None
+    """What clients call the model; None: the last part of its name."""
+    api_key: UseAppendAction[tuple[str, ...]] = ()
+    """A key that opens the API; without any it is open to all. CHAIRLIFT_API_KEY in the environment is one more."""
+    cors_origin: UseAppendAction[tuple[str, ...]] = ()
+    """Web pages of this origin may call; * for all."""
+    max_body_mib: float = 16.0
+    """Larger requests are refused."""
+    chat_template: Path | None = None
+    """File with a chat template to use instead of the tokenizer's."""
+    drain_timeout: float = 60.0
+    """Seconds that requests under way have to finish after SIGTERM; a second SIGTERM, or SIGINT, ends them at once."""
+    ssl_certfile: Path | None = None
+    """TLS certificate; serves HTTPS."""
+    ssl_keyfile: Path | None = None
+    """Key of the certificate."""
+    log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
+    """Of the HTTP server."""
+    engine: OmitArgPrefixes[Engine] = Engine()  # noqa: RUF009 - it is frozen
+
+    def __call__(self) -> int:
+        with needs("server"):
+            from chairlift.server import create_app, serve
+
+        template = None if self.chat_template is None else _read(self.chat_template)
+        tls = {
+            name: str(path)
+            for name, path in (("ssl_certfile", self.ssl_certfile), ("ssl_keyfile", self.ssl_keyfile))
+            if path is not None
+        }
+        name = self.served_model_name or served_name(self.model)
+        environment = os.environ.get("CHAIRLIFT_API_KEY")
+        with self.engine.open(self.model) as llm:
+            app = create_app(
+                llm.manager,
+                llm.tokenizer,
+                model_name=name,
+                api_keys=(*self.api_key, environment) if environment else self.api_key,
+                cors_origins=self.cors_origin,
+                max_body_bytes=int(self.max_body_mib * (1 << 20)),
+                chat_template=template,
+            )
+            serve(
+                app,
+                self.host,
+                self.port,
+                drain_timeout=self.drain_timeout,
+                ready=lambda url: print(f"{name} is served at {url}", file=sys.stderr, flush=True),
+                log_level=self.log_level,
+                **tls,
+            )
+        return 0
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--chat-template: {error}") from error
