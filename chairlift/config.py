@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from chairlift.errors import ConfigError
 
-SCHEDULERS = ("fifo", "prefill_first")
+SCHEDULERS = ("fifo", "prefill_first", "priority", "fair_share")
+_POLICY = ("decode_first", "select", "victim", "rank", "waits", "served")
 LOGPROBS_MODES = ("processed", "raw")
 
 DEFAULT_PAGE_SIZE = 256
@@ -67,9 +68,9 @@ _SCHEDULER = _Rule(
     lambda value: (
         value in SCHEDULERS
         if isinstance(value, str)
-        else not isinstance(value, type) and all(hasattr(value, name) for name in ("decode_first", "select", "victim"))
+        else not isinstance(value, type) and all(hasattr(value, name) for name in _POLICY)
     ),
-    f"one of {', '.join(SCHEDULERS)}, or a policy object (an instance with decode_first, select and victim)",
+    f"one of {', '.join(SCHEDULERS)}, or a policy object (an instance with {', '.join(_POLICY)})",
 )
 
 
@@ -117,12 +118,12 @@ class ContinuousBatchingConfig:
     )
     # A name, or a Policy of chairlift.schedule.policy, which stands on a higher floor.
     scheduler_type: str | Any = _setting(  # noqa: RUF009 - it returns a field()
-        "fifo", _SCHEDULER, "fifo, prefill_first or a policy object"
+        "fifo", _SCHEDULER, "fifo, prefill_first, priority, fair_share (between tenants) or a policy object"
     )
     safety_margin: float | None = _setting(
         None,
         _optional(_SHARE),
-        "share of the cache kept for active requests; None: 0.15 with fifo, 0.0 with prefill_first",
+        "share of the cache kept for active requests; None: 0.15, or 0.0 with prefill_first",
     )
     allow_block_sharing: bool = _setting(True, _FLAG, "prefix caching")
     return_logprobs: bool = _setting(False, _FLAG, "return the logprob of each generated token")
@@ -471,7 +472,7 @@ def _safety_margin(config: ContinuousBatchingConfig) -> float:
     if config.safety_margin is not None:
         return config.safety_margin
     scheduler = config.scheduler_type
-    decode_first = scheduler == "fifo" if isinstance(scheduler, str) else scheduler.decode_first
+    decode_first = scheduler != "prefill_first" if isinstance(scheduler, str) else scheduler.decode_first
     return 0.15 if decode_first else 0.0
 
 

@@ -472,7 +472,8 @@ class ContinuousBatchingManager:
 
         Requests under way go on afterwards. Changed parameters are noticed by identity and version; writes through
         `.data` are not: say `weights_changed=True`. Then what requests under way had cached is computed again.
-        Several threads may pause at once; the engine goes on when the last one leaves.
+        Several threads may pause at once; the engine goes on when the last one leaves. The deadlines of requests that
+        it has taken in are kept meanwhile; what is sent during a pause is taken in afterwards.
         """
         if threading.current_thread() is self._thread:
             raise RuntimeError("pause() inside the engine's own thread would wait for itself")
@@ -555,6 +556,8 @@ class ContinuousBatchingManager:
             if was_idle:
                 self._check_weights()
                 was_idle = False
+            if self._engine.scheduler.next_deadline is not None:
+                self._expire()
             self._deliver(self._engine.step())
             if self._watchers:
                 now = time.perf_counter()
@@ -605,6 +608,9 @@ class ContinuousBatchingManager:
     def _do_cancel(self, request_id: str) -> None:
         self._deliver(self._engine.scheduler.abort(request_id))
 
+    def _expire(self) -> None:
+        self._deliver(self._engine.scheduler.expire(time.perf_counter()))
+
     def _do_reset(self) -> None:
         self._drain()
         self._model.refresh_weights(force=True)
@@ -642,10 +648,20 @@ class ContinuousBatchingManager:
         with self._pause:
             self._parked = True
             self._pause.notify_all()
-            self._pause.wait_for(lambda: not self._pausers or self._hard_stopping)
-            self._parked = False
+        while self._is_held():
+            self._expire()
         if not self._hard_stopping:
             self._check_weights()
+
+    def _is_held(self) -> bool:
+        """Wait until nobody pauses any more, then False, or until a deadline has come, then True."""
+        deadline = self._engine.scheduler.next_deadline
+        timeout = None if deadline is None else max(0.0, deadline - time.perf_counter())
+        with self._pause:
+            if not self._pause.wait_for(lambda: not self._pausers or self._hard_stopping, timeout):
+                return True
+            self._parked = False
+            return False
 
     def _check_weights(self) -> None:
         with self._pause:

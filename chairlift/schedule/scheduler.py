@@ -9,6 +9,7 @@ from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from chairlift.cache.cache import KVCache
@@ -47,10 +48,6 @@ class Sampled(Protocol):
         ...
 
 
-def _serial(seq: Sequence) -> int:
-    return seq.serial
-
-
 class Scheduler:
     """Queues, budgets, admission, preemption, commit."""
 
@@ -63,7 +60,7 @@ class Scheduler:
         self.max_rows = min(max_rows, max_batch_tokens)  # so that every decoding sequence gets its token in every step
         self.safety_margin = safety_margin
         self.waiting: OrderedDict[int, Sequence] = OrderedDict()  # by serial
-        self.running: list[Sequence] = []  # oldest first
+        self.running: list[Sequence] = []  # by the policy's rank
         self.num_preemptions = 0
         self.num_swaps = 0
         self._live: dict[int, Sequence] = {}  # by serial
@@ -72,6 +69,8 @@ class Scheduler:
         self._free_slots = list(range(self.max_rows - 1, -1, -1))
         self._step = 0
         self._arrivals = 0
+        self._turns = 0  # sequences that were ever seated
+        self._deadlines: list[tuple[float, int]] = []  # a heap: (deadline, serial); some have ended before
         self._clear_plan()
 
     def _clear_plan(self) -> None:
@@ -99,8 +98,32 @@ class Scheduler:
             return [sequence.output(status=RequestStatus.FINISHED, finish_reason="length", now=now)]
         self._live[sequence.serial] = self._by_id[request.request_id] = sequence
         self._families.setdefault(request.parent_id or request.request_id, {})[sequence.serial] = sequence
+        self.policy.waits(sequence, self.waiting)
         self.waiting[sequence.serial] = sequence
+        if request.deadline is not None:
+            self._await_deadline(request.deadline, sequence.serial)
         return []
+
+    def _await_deadline(self, deadline: float, serial: int) -> None:
+        heappush(self._deadlines, (deadline, serial))
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
+            heapify(self._deadlines)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` should be asked, on the clock of `Request.deadline`; None: there is no need."""
+        while self._deadlines and self._deadlines[0][1] not in self._live:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def expire(self, now: float) -> list[GenerationOutput]:
+        """End the requests whose deadline has passed; their blocks are free at once."""
+        outputs = []
+        while (deadline := self.next_deadline) is not None and deadline <= now:
+            overdue = self._live[heappop(self._deadlines)[1]]
+            outputs.append(self._finish(overdue, RequestStatus.CANCELLED, "timeout"))
+        return outputs
 
     def abort(self, request_id: str) -> list[GenerationOutput]:
         """End a request and its children; their blocks are free at once. Unknown ids are ignored."""
@@ -121,7 +144,7 @@ class Scheduler:
     def recompute_all(self) -> None:
         """Forget all cached KV, of sequences under way too: the weights have changed. Nothing may be in flight."""
         self.cache.forget()
-        for seq in sorted(self.running, key=lambda s: -s.serial):
+        for seq in self.running[::-1]:
             self._give_up_blocks(seq)
         for seq in self.waiting.values():
             self.cache.release(seq.kv, keep=False)
@@ -149,15 +172,16 @@ class Scheduler:
         )
 
     def _schedule_running(self) -> bool:
-        """Continue the running sequences, the oldest first so that it always progresses. True if one gave way."""
+        """Continue the running sequences, the one of first rank first so that it always progresses. True if one gave
+        way."""
         prefilling = [seq for seq in self.running if seq.is_prefilling]
         decoders_left = 0
         order: Iterable[Sequence] = list(self.running)
         if prefilling:
             decoding = [seq for seq in self.running if not seq.is_prefilling]
             first, second = (decoding, prefilling) if self.policy.decode_first else (prefilling, decoding)
-            oldest = self.running[0]
-            order = [oldest, *(s for s in first if s is not oldest), *(s for s in second if s is not oldest)]
+            head = self.running[0]
+            order = [head, *(s for s in first if s is not head), *(s for s in second if s is not head)]
             decoders_left = len(decoding) if self.policy.decode_first else 0
         preemptions = self.num_preemptions
         step = self._step
@@ -168,7 +192,7 @@ class Scheduler:
             if not is_prefilling:
                 decoders_left -= 1
             if seq.slot < 0:
-                continue  # gave way to an older one in this very step
+                continue  # gave way to one of earlier rank in this very step
             promised = seq.num_promised
             pending = len(seq.tokens) + promised - seq.num_computed
             if not pending or (promised and self._must_wait(seq)):
@@ -237,10 +261,12 @@ class Scheduler:
     def _seat(self, seq: Sequence) -> None:
         seq.slot = self._free_slots.pop()
         seq.num_synced = 0
-        if seq.cached_tokens < 0:
+        if seq.turn < 0:
+            seq.turn = self._turns
+            self._turns += 1
             seq.cached_tokens = seq.num_computed
             seq.first_scheduled = time.perf_counter()
-        insort(self.running, seq, key=_serial)
+        insort(self.running, seq, key=self.policy.rank)
         request = seq.request
         params = request.params
         if params.prompt_logprobs is not None and not seq.wants_prompt_logprobs:
@@ -261,6 +287,7 @@ class Scheduler:
         self._budget -= count
         if start >= seq.num_prompt:
             self._num_decode_tokens += count
+        self.policy.served(seq, count)
         seq.planned_step = self._step
         seq.num_computed = end
         if samples:
@@ -305,6 +332,7 @@ class Scheduler:
         self.running.remove(seq)
         self._free_slots.append(seq.slot)
         seq.slot = -1
+        self.policy.waits(seq, self.waiting)
         self.waiting[seq.serial] = seq
         self.waiting.move_to_end(seq.serial, last=False)
 

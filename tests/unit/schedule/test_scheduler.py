@@ -182,9 +182,7 @@ def test_the_safety_margin_is_kept_for_the_running() -> None:
 
 
 def test_a_policy_of_the_users_is_asked() -> None:
-    class LastComeFirst:
-        decode_first = True
-
+    class LastComeFirst(Fifo):
         def select(self, waiting: Mapping[int, Sequence]) -> Sequence:
             return waiting[max(waiting)]
 
