@@ -42,28 +42,23 @@ class Vocabulary:
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.backend_tokenizer = _backend(tokenizer)  # None if it is none of the `tokenizers` library
-        self.special = _special_ids(tokenizer, self.backend_tokenizer)
-        self.hidden = self.special if skip_special_tokens else frozenset[int]()
+        self.hidden = _special_ids(tokenizer, self.backend_tokenizer) if skip_special_tokens else frozenset[int]()
+        self._added = _added_tokens(tokenizer, self.backend_tokenizer)
         self._known: dict[int, TokenText] = {}
         self._anchor: list[int] | None = None
 
     def showing(self, texts: Iterable[str]) -> "Vocabulary":
         """The same, but special tokens with one of these texts show: a parser waits for them."""
-        shown = self.hidden.intersection(token for text in texts if (token := self.special_id(text)) is not None)
+        shown = self.hidden.intersection(token for text in texts if (token := self.added_id(text)) is not None)
         if not shown:
             return self
         other = object.__new__(Vocabulary)
         other.__dict__.update(self.__dict__, hidden=self.hidden - shown)
         return other
 
-    def special_id(self, text: str) -> int | None:
-        """The special token that has exactly this text, if there is one, hidden or not."""
-        if self.backend_tokenizer is not None:
-            token = self.backend_tokenizer.token_to_id(text)
-        else:
-            convert = getattr(self.tokenizer, "convert_tokens_to_ids", None)
-            token = None if convert is None else convert(text)
-        return token if token in self.special else None
+    def added_id(self, text: str) -> int | None:
+        """The token that was added to the vocabulary for exactly this text (a tag, say), if there is one."""
+        return self._added.get(text)
 
     def decode(self, token_ids: list[int], /) -> str:
         """Text of these tokens, all at once, without the hidden ones."""
@@ -123,6 +118,13 @@ def _special_ids(tokenizer: Any, backend: tokenizers.Tokenizer | None) -> frozen
     if backend is not None:
         ids.update(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
     return frozenset(ids)
+
+
+def _added_tokens(tokenizer: Any, backend: tokenizers.Tokenizer | None) -> dict[str, int]:
+    if backend is not None:
+        return {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
+    get = getattr(tokenizer, "get_added_vocab", None)
+    return {} if get is None else dict(get())
 
 
 def _byte_alphabet() -> dict[str, int]:
