@@ -421,9 +421,9 @@ template <class T> class Tile {
     const V factor = all(scale), shift = all(largest == -INFINITY ? 0.0f : -largest);
     for (int64_t k = 0; k < begin * kUnit; k += kUnit) store(weights + k, zero());
     for (int64_t k = begin * kUnit; k < end * kUnit; k += kUnit) {
-      V weight = exp2(fma(load(scores + k), factor, shift));
+      V weight = exp2_for<T>(fma(load(scores + k), factor, shift));
       sum = sum + weight;
-      store(weights + k, round_to<T>(weight));
+      store(weights + k, std::is_same<T, Left>::value ? weight : round_to<T>(weight));
     }
     for (int64_t k = end * kUnit; k < all_units * kUnit; k += kUnit) store(weights + k, zero());
     part.largest[i] = largest;
