@@ -5,51 +5,76 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from chairlift.params import Grammar
 from chairlift.request import GenerationOutput
 from chairlift.server.constraints import grammar_of
 from chairlift.server.errors import ApiError
 from chairlift.server.logprobs import chat_logprobs
-from chairlift.server.protocol import ChatBody, Message, Tool
+from chairlift.server.protocol import ChatBody
 from chairlift.server.service import Job, Service
 from chairlift.server.sse import DONE, event
-from chairlift.server.usage import usage
-from chairlift.text.answer import Answer, Delta
-from chairlift.text.chat import render
-from chairlift.text.vocabulary import Vocabulary
+from chairlift.server.usage import reasoning_tokens, usage
+from chairlift.text.answer import Delta
+from chairlift.text.chat import Turn
+
+# Arguments of the rendering itself.
+NOT_FOR_TEMPLATES = {
+    *(
+        "grammar",
+        "messages",
+        "conversation",
+        "tools",
+        "tool_choice",
+        "parallel_tool_calls",
+        "documents",
+        "chat_template",
+    ),
+    *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs", "padding", "truncation"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+}
 
 
 def prepare_chat(service: Service, body: ChatBody) -> Job:
     """Render and arrange; beside the event loop."""
-    tools = None if body.tool_choice == "none" else body.tools
-    tokens = render_messages(service, body.messages, tools, body.chat_template_kwargs)
-    vocabulary = service.vocabulary(body.skip_special_tokens)
+    turn = turn_of(
+        service,
+        [message.plain() for message in body.messages],
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        tool_choice=body.tool_choice if isinstance(body.tool_choice, str | None) else body.tool_choice.model_dump(),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        grammar=grammar_of(body),
+        template_kwargs=body.chat_template_kwargs,
+    )
     sampling = body.sampling() | {
-        "max_new_tokens": service.room(tokens) if body.limit is None else body.limit,
+        "max_new_tokens": service.room(turn.prompt_ids) if body.limit is None else body.limit,
         "num_return_sequences": body.n or 1,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
-        "grammar": grammar_of(body),
-        "tokenizer": vocabulary,
+        "grammar": turn.grammar,
+        "tokenizer": turn.vocabulary,
     }
-    return Job(inputs=[tokens], sampling=sampling, shape=Chat(service.model_name, vocabulary, body))
+    return Job(inputs=[turn.prompt_ids], sampling=sampling, shape=Chat(service.model_name, turn, body))
 
 
-def render_messages(
+def turn_of(
     service: Service,
-    messages: Sequence[Message],
-    tools: Sequence[Tool] | None,
-    template_kwargs: dict[str, Any] | None,
+    messages: Sequence[dict[str, Any]],
+    *,
+    tools: Sequence[dict[str, Any]] = (),
+    tool_choice: str | dict[str, Any] | None = None,
+    parallel_tool_calls: bool = True,
+    grammar: Grammar | None = None,
+    template_kwargs: dict[str, Any] | None = None,
     add_generation_prompt: bool = True,
-) -> list[int]:
-    """The token ids of a conversation. Raises ApiError for template arguments that are none."""
-    reserved = {"tokenizer", "messages", "conversation", "tools", "chat_template", "add_generation_prompt", "tokenize"}
-    reserved |= {"return_dict", "return_tensors", "padding", "truncation", "max_length", "tokenizer_kwargs"}
-    if taken := sorted(reserved & (template_kwargs or {}).keys()):
+) -> Turn:
+    """A conversation, ready for the engine. Raises ApiError for template arguments that are none."""
+    if taken := sorted(NOT_FOR_TEMPLATES & (template_kwargs or {}).keys()):
         raise ApiError(400, f"chat_template_kwargs cannot set {taken[0]}", param="chat_template_kwargs")
-    return render(
-        service.tokenizer,
-        [message.model_dump(exclude_none=True) for message in messages],
-        tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-        chat_template=service.chat_template,
+    return service.chat_format.turn(
+        [message | {"role": "system"} if message["role"] == "developer" else message for message in messages],
+        tools=tools or None,
+        tool_choice=tool_choice or "auto",
+        parallel_tool_calls=parallel_tool_calls,
+        grammar=grammar,
         add_generation_prompt=add_generation_prompt,
         **(template_kwargs or {}),
     )
@@ -58,15 +83,16 @@ def render_messages(
 class Chat:
     """The shape of one answer of /v1/chat/completions."""
 
-    def __init__(self, model: str, vocabulary: Vocabulary, body: ChatBody) -> None:
+    def __init__(self, model: str, turn: Turn, body: ChatBody) -> None:
         self._base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": model}
-        self._vocabulary = vocabulary
+        self._vocabulary = turn.vocabulary
         self._num_choices = body.n or 1
         self._wants_logprobs = bool(body.logprobs)
         self._includes_usage = body.includes_usage
         self._chunk_base = {**self._base, "object": "chat.completion.chunk"}
         self._chunk_tail = {"usage": None} if body.includes_usage else {}
-        self._answers = [Answer(vocabulary) for _ in range(self._num_choices)]
+        self._answers = [turn.answer() for _ in range(self._num_choices)]
+        self._num_reasoning = 0
         self._ended: dict[int, GenerationOutput] = {}
 
     # ------------------------------------------------------------------ whole
@@ -76,13 +102,14 @@ class Chat:
         return {
             **self._base,
             "object": "chat.completion",
-            "choices": [self._choice(choice, output) for choice, output in enumerate(outputs)],
-            "usage": usage(outputs, self._num_choices),
+            "choices": [self._choice(choice, output) for choice, output in enumerate(outputs)],  # counts as it goes
+            "usage": self._usage(outputs),
         }
 
     def _choice(self, choice: int, output: GenerationOutput) -> dict[str, Any]:
         answer = self._answers[choice]
-        answer.feed(output)
+        deltas = answer.feed(output)
+        self._num_reasoning += reasoning_tokens(deltas)
         calls = [
             {
                 "id": call.tool_id,
@@ -99,7 +126,7 @@ class Chat:
         return {
             "index": choice,
             "message": message,
-            "logprobs": self._new_logprobs(output),
+            "logprobs": self._logprobs(output, deltas),
             "finish_reason": answer.finish_reason,
             "stop_reason": output.stop_reason if output.finish_reason == "stop" else None,
         }
@@ -114,11 +141,9 @@ class Chat:
     def chunk(self, choice: int, output: GenerationOutput) -> bytes:
         """What is new in one choice; its finish reason comes in a chunk of its own."""
         answer = self._answers[choice]
-        deltas = [_delta(each) for each in answer.feed(output)]
-        logprobs = self._new_logprobs(output)
-        if logprobs is not None and not deltas:
-            deltas = [{"content": ""}]  # tokens that show later still have logprobs
-        events = [self._event(choice, delta, None if i else logprobs) for i, delta in enumerate(deltas)]
+        deltas = answer.feed(output)
+        self._num_reasoning += reasoning_tokens(deltas)
+        events = [self._event(choice, _delta(each), self._logprobs(output, [each])) for each in deltas]
         if output.is_finished():
             self._ended[choice] = output
             stop_reason = output.stop_reason if output.finish_reason == "stop" else None
@@ -130,7 +155,7 @@ class Chat:
         if not self._includes_usage:
             return DONE
         outputs = [self._ended[choice] for choice in range(self._num_choices)]
-        return event({**self._chunk_base, "choices": [], "usage": usage(outputs, self._num_choices)}) + DONE
+        return event({**self._chunk_base, "choices": [], "usage": self._usage(outputs)}) + DONE
 
     def failed(self, error: ApiError) -> bytes:
         """The error as an event."""
@@ -140,11 +165,15 @@ class Chat:
         each = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
         return event({**self._chunk_base, "choices": [each], **self._chunk_tail})
 
-    def _new_logprobs(self, output: GenerationOutput) -> dict[str, Any] | None:
-        if not self._wants_logprobs or not output.new_tokens:
+    def _usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
+        return usage(outputs, self._num_choices, self._num_reasoning)
+
+    def _logprobs(self, output: GenerationOutput, deltas: Sequence[Delta]) -> dict[str, Any] | None:
+        """Of the tokens that spell the content in these deltas."""
+        if not self._wants_logprobs:
             return None
-        start = len(output.generated_tokens) - len(output.new_tokens)
-        return chat_logprobs(self._vocabulary, output.new_tokens, output.logprobs[start:], output.top_logprobs[start:])
+        places = [place for delta in deltas if delta.kind == "content" for place in delta.positions]
+        return chat_logprobs(self._vocabulary, output, places)
 
 
 def _delta(delta: Delta) -> dict[str, Any]:

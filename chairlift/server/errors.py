@@ -26,6 +26,7 @@ _REQUEST_FIELDS = {
     "input_ids": "prompt",
     "inputs": "prompt",
 }
+_PLAIN_FIELDS = frozenset({"prompt", "messages", "tools", "stop", "regex", "grammar", "choice"})
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -73,7 +74,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case InvalidRequestError():
-            return ApiError(400, str(error), param=_blamed(str(error)))
+            return _bad_request(str(error))
         case QueueFullError():
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
         case EngineDeadError():
@@ -95,11 +96,12 @@ def failure(output: GenerationOutput, cause: BaseException | None) -> Exception:
     return ApiError(500, f"the request failed: {output.error}", code="request_failed")
 
 
-def _blamed(message: str) -> str | None:
-    """The engine's messages begin with the argument they are about."""
-    found = re.match(r"([a-z_]+)\b", message)
+def _bad_request(message: str) -> ApiError:
+    """The engine's messages begin with the argument that they are about, by its own name for it."""
+    message = re.sub(r"\w+", lambda word: _REQUEST_FIELDS.get(word[0], word[0]), message)
+    found = re.match(r"([a-z_]+)(?:=|\b)", message)
     name = found[1] if found else ""
-    return _REQUEST_FIELDS.get(name, name if "_" in name or message.startswith(f"{name}=") else None)
+    return ApiError(400, message, param=name if "_" in name or name in _PLAIN_FIELDS or f"{name}=" in message else None)
 
 
 def from_validation(error: RequestValidationError) -> ApiError:

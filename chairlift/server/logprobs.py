@@ -3,9 +3,10 @@
 A token that is no whole character is shown as `bytes:\\xe4`; its very bytes are in `bytes`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from chairlift.request import GenerationOutput
 from chairlift.text.vocabulary import REPLACEMENT, Vocabulary
 
 LEAST = -9999.0  # for what has no probability at all: JSON knows no infinity
@@ -19,27 +20,22 @@ def token_name(vocabulary: Vocabulary, token: int) -> str:
     return known.text
 
 
-def chat_logprobs(
-    vocabulary: Vocabulary,
-    tokens: Sequence[int],
-    logprobs: Sequence[float],
-    alternatives: Sequence[Mapping[int, float]],
-) -> dict[str, Any]:
-    """Of these tokens; `alternatives` is empty when none were asked for."""
+def chat_logprobs(vocabulary: Vocabulary, output: GenerationOutput, positions: Iterable[int]) -> dict[str, Any]:
+    """Of the generated tokens at these positions, each with its alternatives, if any were asked for."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = list(vocabulary.token(token).data)
         return {"token": token_name(vocabulary, token), "logprob": max(logprob, LEAST), "bytes": data}
 
+    def best_first(place: int) -> list[tuple[int, float]]:
+        return sorted(output.top_logprobs[place].items(), key=lambda each: -each[1]) if output.top_logprobs else []
+
     content = [
-        entry(token, logprob) | {"top_logprobs": [entry(*each) for each in _best_first(alternatives, place)]}
-        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+        entry(output.generated_tokens[place], output.logprobs[place])
+        | {"top_logprobs": [entry(*each) for each in best_first(place)]}
+        for place in positions
     ]
     return {"content": content, "refusal": None}
-
-
-def _best_first(alternatives: Sequence[Mapping[int, float]], place: int) -> list[tuple[int, float]]:
-    return sorted(alternatives[place].items(), key=lambda each: -each[1]) if alternatives else []
 
 
 class CompletionLogprobs:

@@ -91,7 +91,6 @@ class Sampling(Body):
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
-    skip_special_tokens: bool = True
     regex: str | None = Field(default=None, description="the answer matches this regular expression")
     grammar: str | None = Field(default=None, description="the answer matches this Lark grammar")
     choice: Choices | None = Field(default=None, description="the answer is one of these")
@@ -175,7 +174,8 @@ class CompletionBody(Formatted):
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
     suffix: None = None
-    add_special_tokens: bool = True
+    add_special_tokens: bool = Field(default=True, description="of a prompt that is text")
+    skip_special_tokens: bool = Field(default=True, description="of the answer")
 
     @model_validator(mode="after")
     def _check_completion(self) -> "CompletionBody":
@@ -191,7 +191,7 @@ class CompletionBody(Formatted):
         if isinstance(prompt, str):
             return [prompt]
         if prompt and isinstance(prompt[0], int):
-            return [cast("TokenIds", prompt)]
+            return [prompt]
         return cast("list[str] | list[TokenIds]", prompt)
 
 
@@ -245,6 +245,14 @@ class Message(Body):
             raise FieldError("content", f"a message of role {self.role} needs content")
         return self
 
+    def plain(self) -> dict[str, Any]:
+        """For a chat template: only what is said, and content as one string."""
+        said = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            texts = (part.text if isinstance(part, TextPart) else part.refusal for part in self.content)
+            said["content"] = "".join(texts)
+        return said
+
 
 class Function(Body):
     """What a tool is called, does and takes."""
@@ -297,6 +305,9 @@ class ChatBody(Formatted):
     # Only with the value that asks for nothing.
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    moderation: None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     reasoning_effort: None = None
     verbosity: None = None
@@ -321,8 +332,6 @@ class ChatBody(Formatted):
             )
         if self.tool_choice == "required" and not names:
             raise FieldError("tool_choice", "tool_choice is 'required', but there are no tools")
-        if names and self.tool_choice != "none" and self.constraints():
-            raise FieldError("tools", f"tools and {self.constraints()[0]} exclude each other: give tool_choice='none'")
         return self
 
     @property

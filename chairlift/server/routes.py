@@ -5,10 +5,11 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from chairlift.server.chat import prepare_chat, render_messages
+from chairlift.server.chat import prepare_chat, turn_of
 from chairlift.server.completions import prepare_completion
 from chairlift.server.errors import ApiError, json_response
 from chairlift.server.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from chairlift.server.responses import ResponsesBody, prepare_response
 from chairlift.server.service import Service
 
 
@@ -47,6 +48,12 @@ def api_router(service: Service) -> APIRouter:
         service.check_model(body.model)
         return await service.answer(request, partial(prepare_chat, service, body), bool(body.stream))
 
+    @router.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """The next turn of a conversation, as items."""
+        service.check_model(body.model)
+        return await service.answer(request, partial(prepare_response, service, body), bool(body.stream))
+
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
         """The token ids of a prompt, or of messages by the chat template."""
@@ -78,13 +85,13 @@ def _card(service: Service) -> dict[str, Any]:
 def _tokenize(service: Service, body: TokenizeBody) -> list[int]:
     if body.prompt is not None:
         return service.encode(body.prompt, body.add_special_tokens)
-    return render_messages(
+    return turn_of(
         service,
-        body.messages or [],
-        body.tools,
-        body.chat_template_kwargs,
+        [message.plain() for message in body.messages or ()],
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()],
+        template_kwargs=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt,
-    )
+    ).prompt_ids
 
 
 def _detokenize(service: Service, tokens: list[int]) -> str:

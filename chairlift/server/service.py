@@ -15,6 +15,7 @@ from chairlift.request import GenerationOutput
 from chairlift.server.call import Bell, Call, Observer
 from chairlift.server.errors import ApiError, json_response, shutting_down
 from chairlift.server.sse import EventStream, Streamed
+from chairlift.text.chat import ChatFormat
 from chairlift.text.vocabulary import Vocabulary
 
 NUM_THREADS = 4
@@ -53,7 +54,7 @@ class Service:
         self.manager = manager
         self.tokenizer = tokenizer
         self.model_name = model_name
-        self.chat_template = chat_template
+        self.chat_format = ChatFormat(tokenizer, chat_template=chat_template)
         self.created = int(time.time())
         self._observe = observe
         self._vocabularies = {skip: Vocabulary(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
@@ -112,18 +113,19 @@ class Service:
         call: Call[Any] = self._open(request)
         try:
 
-            def submit() -> Shape:
+            def submit() -> tuple[Shape, bytes]:
                 job = prepare()
-                make = job.shape.chunk if streaming else _keep
-                call.submit(job.inputs, job.sampling, make, streaming)
-                return job.shape
+                opening = job.shape.opening() if streaming else b""  # first: chunks are made from here on
+                sampling = {"tenant": request.scope.get("tenant")} | job.sampling
+                call.submit(job.inputs, sampling, job.shape.chunk if streaming else _keep, streaming)
+                return job.shape, opening
 
-            shape = await self.offload(submit)
+            shape, opening = await self.offload(submit)
             if not streaming:
                 outputs = dict([item async for items in call for item in items])
                 body = await self.offload(lambda: shape.whole([outputs[choice] for choice in sorted(outputs)]))
                 return json_response(body)
-            stream = EventStream(call, shape)
+            stream = EventStream(call, shape, opening)
         except BaseException:
             call.close()
             raise

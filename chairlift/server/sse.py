@@ -44,11 +44,12 @@ class Streamed(Protocol):
 class EventStream(Response):
     """Sends the events of one call, all that have come at once, and closes the call however it ends."""
 
-    def __init__(self, call: Call[bytes], shape: Streamed) -> None:
+    def __init__(self, call: Call[bytes], shape: Streamed, opening: bytes) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._call = call
         self._shape = shape
+        self._opening = opening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def write(data: bytes, more: bool = True) -> None:
@@ -56,7 +57,7 @@ class EventStream(Response):
 
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await write(self._shape.opening())
+            await write(self._opening)
             async for chunks in self._call:
                 if data := b"".join(chunks):
                     await write(data)
