@@ -52,7 +52,12 @@ def prepare_chat(service: Service, body: ChatBody) -> Job:
         "grammar": turn.grammar,
         "tokenizer": turn.vocabulary,
     }
-    return Job(inputs=[turn.prompt_ids], sampling=sampling, shape=Chat(service.model_name, turn, body))
+    return Job(
+        inputs=[turn.prompt_ids],
+        sampling=sampling,
+        shape=Chat(service.model_name, turn, body),
+        constraint=(*body.constraints(), "tools")[0],
+    )
 
 
 def turn_of(

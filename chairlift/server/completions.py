@@ -35,7 +35,12 @@ def prepare_completion(service: Service, body: CompletionBody) -> Job:
     texts = (
         [prompt if isinstance(prompt, str) else vocabulary.decode(prompt) for prompt in prompts] if body.echo else []
     )
-    return Job(inputs=inputs, sampling=sampling, shape=Completion(service.model_name, vocabulary, body, texts))
+    return Job(
+        inputs=inputs,
+        sampling=sampling,
+        shape=Completion(service.model_name, vocabulary, body, texts),
+        constraint=next(iter(body.constraints()), None),
+    )
 
 
 class Completion:

@@ -107,7 +107,8 @@ def _bad_request(message: str) -> ApiError:
 def from_validation(error: RequestValidationError) -> ApiError:
     """The first thing that is wrong with a body, by the name of its field."""
     errors: Sequence[Any] = error.errors()
-    first = max(errors, key=lambda each: len(each["loc"]))  # of a union's branches the one that came furthest
+    # Of a union's branches the one that came furthest, and in it what says that it is the wrong branch.
+    first = max(errors, key=lambda each: (len(each["loc"]), each["loc"][-1] == "type"))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
     param = _path(first["loc"], keep_last=first["type"] == "extra_forbidden")

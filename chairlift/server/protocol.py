@@ -183,6 +183,8 @@ class CompletionBody(Formatted):
             raise FieldError(
                 "best_of", f"best_of={self.best_of} is not supported: leave it out, or give n ({self.n or 1})"
             )
+        if not self.prompt:
+            raise FieldError("prompt", "prompt is empty; it needs at least one token (the BOS token, say)")
         return self
 
     def prompts(self) -> list[str] | list[TokenIds]:

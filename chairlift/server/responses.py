@@ -274,7 +274,12 @@ def prepare_response(service: Service, body: ResponsesBody) -> Job:
         "grammar": turn.grammar,
         "tokenizer": turn.vocabulary,
     }
-    return Job(inputs=[turn.prompt_ids], sampling=sampling, shape=ResponseShape(service.model_name, turn, body))
+    return Job(
+        inputs=[turn.prompt_ids],
+        sampling=sampling,
+        shape=ResponseShape(service.model_name, turn, body),
+        constraint=(*body.constraints(), "tools")[0],
+    )
 
 
 class Items:

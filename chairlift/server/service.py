@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 
-from chairlift.errors import EngineDeadError
+from chairlift.errors import EngineDeadError, InvalidRequestError
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.request import GenerationOutput
 from chairlift.server.call import Bell, Call, Observer
@@ -38,6 +38,7 @@ class Job:
     inputs: Sequence[Sequence[int]]
     sampling: dict[str, Any]
     shape: Shape
+    constraint: str | None = None  # the field that the grammar comes from
 
 
 class Service:
@@ -117,7 +118,12 @@ class Service:
                 job = prepare()
                 opening = job.shape.opening() if streaming else b""  # first: chunks are made from here on
                 sampling = {"tenant": request.scope.get("tenant")} | job.sampling
-                call.submit(job.inputs, sampling, job.shape.chunk if streaming else _keep, streaming)
+                try:
+                    call.submit(job.inputs, sampling, job.shape.chunk if streaming else _keep, streaming)
+                except InvalidRequestError as error:
+                    if job.constraint is None or not str(error).startswith("grammar "):
+                        raise
+                    raise ApiError(400, str(error), param=job.constraint) from error
                 return job.shape, opening
 
             shape, opening = await self.offload(submit)
