@@ -17,7 +17,8 @@ from chairlift.text.detokenizer import StopFinder
 from chairlift.text.reasoning import Piece, ReasoningTags
 
 _TAGS = re.compile(r"(</?tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|\[ARGS\])")
-_SPACING = {"whitespace_pattern": r"[ \n\t]{1,32}"}  # of JSON that is not a call; without end it may have no end
+_MOST_CALLS = 128  # in one answer; without end it may have no end
+_SPACING = {"whitespace_pattern": r"[ \n\t]{1,32}"}  # of JSON that is not a call; the same goes for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +211,7 @@ def tool_grammar(request: ToolRequest, syntax: ToolSyntax, token_of: TokenOf, co
     def text(string: str) -> str:
         return " ".join(_literal(part, token_of) for part in _TAGS.split(string) if part)
 
-    calls = f"call ({text(syntax.between)} call)*" if request.parallel else "call"
+    calls = f"call ({text(syntax.between)} call){{0,{_MOST_CALLS - 1}}}" if request.parallel else "call"
     calls = f"{calls} {text(syntax.closing)}"
     if request.required:
         start = f"{text(syntax.opening)} {calls}"

@@ -134,13 +134,13 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in own} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
-_BYTES = _byte_alphabet()
+BYTE_LETTERS = _byte_alphabet()
 
 
 def _bytes_of(name: str, text: str) -> bytes:
     """The bytes of a token that is no whole text: `<0xE4>` of SentencePiece, or the letters of byte-level BPE."""
     if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
         return bytes([int(name[3:5], 16)])
-    if all(letter in _BYTES for letter in name):
-        return bytes(_BYTES[letter] for letter in name)
+    if all(letter in BYTE_LETTERS for letter in name):
+        return bytes(BYTE_LETTERS[letter] for letter in name)
     return text.encode()

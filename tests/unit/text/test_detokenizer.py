@@ -12,6 +12,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from chairlift.text.detokenizer import Detokenizer, StopFinder
 from chairlift.text.vocabulary import REPLACEMENT, Vocabulary
+from tests.unit.text.conftest import byte_tokenizer, sentencepiece
 
 TEXTS = [
     "The quick brown fox, said he, didn't jump.\n\n\tNever?  Two  spaces.",
@@ -208,6 +209,50 @@ def test_the_work_per_token_does_not_grow_with_the_text() -> None:
 
     grow(Detokenizer(Counting()), list(("ab🙂你" * 300).encode()))
     assert longest <= 8
+
+
+def stream(tokenizer: Any, tokens: list[int]) -> str:
+    detokenizer = Detokenizer(tokenizer)
+    grow(detokenizer, tokens)
+    detokenizer.finish()
+    assert len(detokenizer.ends) == len(tokens)
+    return detokenizer.text
+
+
+TOKENS = st.lists(st.one_of(st.integers(0, 49151), st.integers(17, 300)), max_size=40)  # the second: mostly bytes
+
+
+@given(tokens=TOKENS)
+def test_any_tokens_of_a_real_tokenizer_grow_to_their_text(smollm2: Any, tokens: list[int]) -> None:
+    """Words, special tokens, and bytes in any order: mostly no text at all."""
+    assert stream(smollm2, tokens) == smollm2.backend_tokenizer.decode(tokens, skip_special_tokens=False)
+    assert stream(Vocabulary(smollm2), tokens) == smollm2.backend_tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@given(text=st.text())
+def test_any_text_grows_with_a_real_tokenizer(smollm2: Any, text: str) -> None:
+    """It has no token for a few control characters and bytes, and leaves these out."""
+    tokens = smollm2.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    assert stream(smollm2, tokens) == smollm2.backend_tokenizer.decode(tokens)
+
+
+@given(data=st.binary(max_size=40))
+def test_any_bytes_grow_to_what_python_makes_of_them(data: bytes) -> None:
+    """Whatever is no UTF-8 becomes as many replacement characters as for a whole text, however long it goes on."""
+    assert stream(byte_tokenizer(None), list(data)) == data.decode(errors="replace")
+
+
+@given(st.lists(st.integers(0, 258), max_size=30))
+def test_bytes_that_are_text_only_in_company_never_fail(tokens: list[int]) -> None:
+    """A run of byte tokens of SentencePiece may lose what was text before: the stream decoder then gives up, we not."""
+    text = stream(sentencepiece(), tokens)
+    if all(token >= 0x80 for token in tokens) and 0 < len(tokens) < 8:
+        assert text.strip(" ")
+
+
+def test_text_after_bytes_that_were_none() -> None:
+    tokenizer = sentencepiece()
+    assert stream(tokenizer, [256, *"你".encode(), 0xFF, 256, 256]) == "word你" + REPLACEMENT + " word word"
 
 
 # --- Stop strings ---------------------------------------------------------------------------------------------------
