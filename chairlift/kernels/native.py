@@ -22,7 +22,7 @@ from torch import Tensor
 
 from chairlift.kernels import build
 
-ABI = 1
+ABI = 2
 ALIGNMENT = 64
 UNIT = 16  # tokens and numbers that attention takes together: pages and heads are multiples of it
 HUGE_PAGE = 2 << 20
@@ -45,6 +45,7 @@ class Code(IntEnum):
     ROPE_STORE = 9
     ATTEND = 10
     SOFTCAP = 11
+    ARGMAX = 12
 
 
 class Rows(IntEnum):
@@ -194,6 +195,12 @@ def softcap(x: Tensor, out: Tensor, cap: float, *, rows: Rows = Rows.TOKENS) -> 
     return _map(Code.SOFTCAP, x, out, number=cap, rows=rows)
 
 
+def argmax(x: Tensor, columns: Tensor, largest: Tensor, *, rows: Rows = Rows.TOKENS) -> ClOp:
+    """columns, int64 [rows], = where the largest of each row comes first; largest, float32 [rows], = what it is."""
+    pointers = (x.data_ptr(), columns.data_ptr(), largest.data_ptr())
+    return operation(Code.ARGMAX, x.dtype, pointers, (x.shape[1], x.stride(0)), rows=rows)
+
+
 def _map(code: Code, x: Tensor, out: Tensor, *numbers: int, number: float = 0.0, rows: Rows) -> ClOp:
     pointers = (x.data_ptr(), out.data_ptr())
     return operation(code, x.dtype, pointers, (x.shape[1], x.stride(0), out.stride(0), *numbers), (number, 0.0), rows)
@@ -251,7 +258,7 @@ def rope_store(
     q: Tensor,  # [tokens, q_heads * head_dim], rotated in place; rows may be far apart, heads are neighbours
     k: Tensor,  # [tokens, kv_heads * head_dim], rotated in place
     v: Tensor,  # [tokens, kv_heads * head_dim]
-    rotation: tuple[Tensor, Tensor] | None,  # cos and sin [tokens, rotary_dim]
+    rotation: tuple[Tensor, Tensor] | None,  # cos and sin [tokens, rotary_dim], or of all positions
     cache: Tensor,  # the layer's blocks
     *,
     head_dim: int,
@@ -260,6 +267,7 @@ def rope_store(
     flags: int = 0,  # NormFlags
     eps: float = 0.0,
     interleaved: bool = False,
+    by_position: bool = False,  # cos and sin are tables of all positions
 ) -> ClOp:
     """Norm and rotate queries and keys in place, write keys and values to the pages."""
     cos, sin = rotation or (None, None)
@@ -267,7 +275,7 @@ def rope_store(
     pointers = tuple(map(_address, (q, k, v, cos, sin, q_norm, k_norm, cache)))
     rotary_dim, cos_stride = (0, 0) if cos is None else (cos.shape[1], cos.stride(0))
     sizes = (q.shape[1] // head_dim, k.shape[1] // head_dim, head_dim, rotary_dim)
-    numbers = (*sizes, q.stride(0), k.stride(0), v.stride(0), cos_stride, group, flags, interleaved)
+    numbers = (*sizes, q.stride(0), k.stride(0), v.stride(0), cos_stride, group, flags, interleaved, by_position)
     return operation(Code.ROPE_STORE, q.dtype, pointers, numbers, (eps, 0.0))
 
 
@@ -430,6 +438,14 @@ class Native:
         rows, out = _rows(x), torch.empty(x.shape, dtype=x.dtype)
         self._eager(softcap(rows, _rows(out), cap), rows.shape[0])
         return out
+
+    def argmax(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [rows, width] -> the first column of each row's largest number, int64, and that number, float32: NaN for a
+        row with a NaN in it. [rows] each; `width` is at most 2^24."""
+        rows = _rows(x)
+        columns, largest = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
+        self._eager(argmax(rows, columns, largest), len(rows))
+        return columns, largest
 
     def _eager(self, op: ClOp, num_rows: int) -> None:
         self.run(op, 1, ClStep(num_tokens=num_rows))

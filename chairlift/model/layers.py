@@ -181,6 +181,11 @@ class RopeTable(nn.Module):
         rows = torch.tensor([index[key] * ROPE_BLOCK for key in keys]) + positions % ROPE_BLOCK
         return tree_map(lambda *parts: torch.cat(parts, dim=1).index_select(1, rows), *blocks)
 
+    def rows(self, x: Tensor, num_positions: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `forward` reads its answer from while no token has a regime: tensors [1, positions, ...] of at least the
+        first `num_positions`, the same ones again until they have to grow."""
+        return self._table(x, -(-num_positions // ROPE_BLOCK), (x.dtype, args, tuple(kwargs.items())))
+
     def _table(self, x: Tensor, num_blocks: int, variant: tuple[Any, ...]) -> Any:
         """At least the first `num_blocks` blocks, one after the other: tensors [1, positions, ...]."""
         blocks = self._tables.setdefault(variant, [])

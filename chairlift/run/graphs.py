@@ -10,9 +10,11 @@ T: tokens of a step, R: those that get logits.
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -43,6 +45,9 @@ NO_WORK = {  # they allocate, or look at memory in another way
     aten.view, aten._unsafe_view, aten.reshape, aten.transpose, aten.t, aten.permute, aten.unsqueeze, aten.squeeze,
     aten.slice, aten.select, aten.split, aten.split_with_sizes, aten.chunk, aten.expand, aten.detach, aten.alias,
 }  # fmt: skip
+
+
+Best = tuple[NDArray[np.int64], NDArray[np.float32]]  # of each row: the most likely token and its logit
 
 
 class NotCapturableError(Exception):
@@ -190,37 +195,101 @@ class Program:
         self.max_logits = max_logits
         self._kernels = kernels
         ops = _join_residuals(capture.ops, logits)
-        _set_lifetimes(ops, capture.buffers, logits)
+        buffer_at = _finder(capture.buffers)
+        _set_lifetimes(ops, buffer_at)
+        capture.buffers[_begin(logits)].last = len(ops)
         self._memory, moved = _place(capture.buffers, max_tokens, max_logits)
-        starts = sorted(capture.buffers)
-        for op in ops:
-            for index in range(len(op.p)):
-                if (address := op.p[index]) is not None:
-                    buffer = capture.buffers[starts[max(bisect_right(starts, address) - 1, 0)]]
-                    if buffer.address <= address < buffer.address + buffer.num_bytes:
-                        op.p[index] = moved[buffer.address].data_ptr() + address - buffer.address
+        uses: dict[int, list[tuple[int, int]]] = {}  # of a buffer: numbers of operations and pointers
+        for number, op in enumerate(ops):
+            for index, address in enumerate(op.p):
+                if (buffer := buffer_at(address)) is not None:
+                    uses.setdefault(buffer.address, []).append((number, index))
+                    op.p[index] = moved[buffer.address].data_ptr() + address - buffer.address
+        self._logits = self._typed(moved[_begin(logits)], logits, max_logits)
+        best = torch.empty(max_logits, dtype=torch.int64), torch.empty(max_logits)
+        ops.append(native.argmax(self._logits, *best, rows=Rows.LOGITS))
+        self._best = best[0].numpy(), best[1].numpy()
         self._ops = (ClOp * len(ops))(*ops)
         self.num_ops = len(ops)
-        self._inputs = [
-            (rope, args, kwargs, [self._typed(moved[_begin(t)], t, max_tokens) for t in tensors])
+        self._turns = [
+            Turn(rope, args, kwargs, [self._turned(t, moved, uses, max_tokens) for t in tensors])
             for rope, args, kwargs, tensors in capture.inputs
         ]
-        self._logits = self._typed(moved[_begin(logits)], logits, max_logits)
+
+    def _turned(
+        self, tensor: Tensor, moved: dict[int, Tensor], uses: dict[int, list[tuple[int, int]]], max_tokens: int
+    ) -> "Turned":
+        begin = _begin(tensor)
+        buffer = self._typed(moved[begin], tensor, max_tokens)
+        return Turned(buffer, [(self._ops[number], index) for number, index in uses.get(begin, [])])
 
     @staticmethod
     def _typed(memory: Tensor, like: Tensor, rows: int) -> Tensor:
         width = like.shape[-1]
         return memory[: rows * width * like.dtype.itemsize].view(like.dtype).view(rows, width)
 
-    def run(self, step: ClStep, token_ids: Tensor, position_ids: Tensor, keep: Tensor) -> Tensor:
-        """Logits [R, vocab], valid until the next run."""
-        count = len(token_ids)
-        for rope, args, kwargs, buffers in self._inputs:
-            for buffer, value in zip(buffers, rope(self._logits, position_ids[None], *args, **kwargs), strict=True):
-                buffer[:count] = value[0]
+    def run(
+        self, step: ClStep, token_ids: Tensor, position_ids: Tensor, keep: Tensor, max_length: int
+    ) -> tuple[Tensor, Best]:
+        """Logits [R, vocab], and the best of each row as `Native.argmax` has them; all valid until the next run.
+
+        max_length: positions are below it.
+        """
+        for turn in self._turns:
+            turn.prepare(self._logits, position_ids, max_length)
         step.token_ids, step.keep = token_ids.data_ptr(), keep.data_ptr()
         self._kernels.run(self._ops, self.num_ops, step)
-        return self._logits[: len(keep)]
+        tokens, largest = self._best
+        return self._logits[: len(keep)], (tokens[: len(keep)], largest[: len(keep)])
+
+
+class Turned(NamedTuple):
+    """Cosines or sines: a buffer for them, and the operations and which of their pointers read them."""
+
+    buffer: Tensor
+    uses: list[tuple[ClOp, int]]
+
+    @property
+    def may_move(self) -> bool:
+        """Whether all who read them can read them in a table of all positions."""
+        begin = self.buffer.data_ptr()
+        return all(op.code == Code.ROPE_STORE and index in (3, 4) and op.p[index] == begin for op, index in self.uses)
+
+    def move(self, table: Tensor, by_position: bool) -> None:
+        """table: [rows, rotary_dim]."""
+        for op, index in self.uses:
+            op.p[index], op.n[7], op.n[11] = table.data_ptr(), table.stride(0), by_position
+
+
+class Turn:
+    """The cosines and sines that operations of a program read: where the rotary embedding keeps them for all positions,
+    or in buffers of the program, a row for each token."""
+
+    def __init__(self, rope: RopeTable, args: tuple[Any, ...], kwargs: dict[str, Any], parts: list[Turned]) -> None:
+        self._rope, self._args, self._kwargs = rope, args, kwargs
+        self._parts = parts
+        self._may_move = all(part.may_move for part in parts)
+        self._tables: tuple[Tensor, ...] = ()  # that the operations read; none: the buffers
+
+    def prepare(self, like: Tensor, position_ids: Tensor, max_length: int) -> None:
+        """Let the operations find what belongs to these positions, which are below `max_length`."""
+        rope = self._rope
+        if self._may_move and rope.regimes is None:
+            tables = rope.rows(like, max_length, self._args, self._kwargs)
+            if self._tables is not tables:
+                self._move([table[0] for table in tables], by_position=True)
+                self._tables = tables
+            return
+        if self._tables:
+            self._move([part.buffer for part in self._parts], by_position=False)
+            self._tables = ()
+        turned = rope(like, position_ids[None], *self._args, **self._kwargs)
+        for part, value in zip(self._parts, turned, strict=True):
+            part.buffer[: len(position_ids)] = value[0]
+
+    def _move(self, tables: list[Tensor], by_position: bool) -> None:
+        for part, table in zip(self._parts, tables, strict=True):
+            part.move(table, by_position)
 
 
 def _join_residuals(ops: list[ClOp], logits: Tensor) -> list[ClOp]:
@@ -243,17 +312,25 @@ def _join_residuals(ops: list[ClOp], logits: Tensor) -> list[ClOp]:
     return joined
 
 
-def _set_lifetimes(ops: list[ClOp], buffers: dict[int, Buffer], logits: Tensor) -> None:
+def _finder(buffers: dict[int, Buffer]) -> Callable[[int | None], Buffer | None]:
+    """What finds the buffer that an address lies in."""
     starts = sorted(buffers)
+
+    def buffer_at(address: int | None) -> Buffer | None:
+        if address is None:
+            return None
+        buffer = buffers[starts[max(bisect_right(starts, address) - 1, 0)]]
+        return buffer if buffer.address <= address < buffer.address + buffer.num_bytes else None
+
+    return buffer_at
+
+
+def _set_lifetimes(ops: list[ClOp], buffer_at: Callable[[int | None], Buffer | None]) -> None:
     for number, op in enumerate(ops):
         for address in op.p:
-            if address is None:
-                continue
-            buffer = buffers[starts[max(bisect_right(starts, address) - 1, 0)]]
-            if buffer.address <= address < buffer.address + buffer.num_bytes:
+            if (buffer := buffer_at(address)) is not None:
                 buffer.first = number if buffer.first is None else buffer.first
                 buffer.last = number
-    buffers[_begin(logits)].last = len(ops)
 
 
 def _place(buffers: dict[int, Buffer], max_tokens: int, max_logits: int) -> tuple[list[Tensor], dict[int, Tensor]]:

@@ -6,7 +6,7 @@ T: tokens of the step, R: its rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -33,6 +33,9 @@ class StepInputs:
     keep: Ints  # index among T of the tokens that get logits
     sampled: Ints  # rows that sample
     sampled_logits: Ints  # index among `keep` of their logits
+    sampled_slots: list[int]
+    sampled_ends: Ints  # tokens up to and including the row's last one
+    max_length: int  # tokens, of the longest row
 
 
 class SlotState:
@@ -43,9 +46,14 @@ class SlotState:
         self.num_known = np.zeros(num_slots, np.int64)
         self.num_prompt = np.zeros(num_slots, np.int64)
         self.seats: dict[int, Seat] = {}
+        self._numbers = np.arange(num_slots)
+        self._last: StepInputs | None = None  # of a step in which every row went on from its last sampled token,
+        self._expected: list[tuple[int, ...]] = []  # and the rows of one that does so again
 
     def apply(self, seats: Sequence[Seat], updates: Sequence[TableUpdate]) -> None:
         """A plan's changes of who sits where, and on which blocks."""
+        if seats:
+            self._last = None
         for seat in seats:
             self.seats[seat.slot] = seat
             self.num_known[seat.slot] = len(seat.tokens)
@@ -56,14 +64,28 @@ class SlotState:
 
     def build(self, rows: Sequence[ScheduledRow]) -> StepInputs:
         """Index arrays for these rows."""
+        if self._last is not None and self._expected == list(rows):
+            inputs = _next(self._last)
+        else:
+            inputs = self._built(rows)
+        goes_on = len(inputs.carried) == len(inputs.sampled) == len(inputs.keep) == len(inputs.token_ids) == len(rows)
+        self._last = inputs if goes_on else None
+        self._expected = [(row[0], row[1], row[2] + 1, *row[3:]) for row in rows] if goes_on else []
+        return inputs
+
+    def _built(self, rows: Sequence[ScheduledRow]) -> StepInputs:
         columns = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * _FIELDS).reshape(-1, _FIELDS).T
         _, slots, starts, counts, num_logits, samples = columns
         ends = np.cumsum(counts)
+        num_tokens = int(ends[-1])
         first = ends - counts
-        row_of_token = np.repeat(np.arange(len(rows)), counts)
-        positions = np.arange(ends[-1]) + (starts - first)[row_of_token]
+        if num_tokens == len(rows):  # one each
+            row_of_token, positions = self._numbers[:num_tokens], starts
+        else:
+            row_of_token = np.repeat(self._numbers[: len(rows)], counts)
+            positions = np.arange(num_tokens) + (starts - first)[row_of_token]
         is_carried = starts >= self.num_known[slots]
-        token_ids = np.zeros(ends[-1], np.int64)
+        token_ids = np.zeros(num_tokens, np.int64)
         for row in np.flatnonzero(~is_carried).tolist():
             begin, count = starts[row], counts[row]
             token_ids[first[row] : ends[row]] = self.seats[int(slots[row])].tokens[begin : begin + count]
@@ -75,6 +97,7 @@ class SlotState:
             owner = np.repeat(np.arange(len(rows)), num_logits)
             keep = ends[owner] - logit_ends[owner] + np.arange(logit_ends[-1])
         sampled = np.flatnonzero(samples)
+        lengths = starts + counts
         return StepInputs(
             slots=slots,
             starts=starts,
@@ -87,6 +110,9 @@ class SlotState:
             keep=keep,
             sampled=sampled,
             sampled_logits=logit_ends[sampled] - 1,
+            sampled_slots=slots[sampled].tolist(),
+            sampled_ends=lengths[sampled],
+            max_length=int(lengths.max()),
         )
 
     def slot_mapping(self, group: int, inputs: StepInputs, page_size: int) -> Ints:
@@ -98,3 +124,15 @@ class SlotState:
         """[R, blocks], as wide as the longest row needs."""
         width = int((inputs.starts + inputs.counts - 1).max()) // page_size + 1
         return self.tables[group][:, :width][inputs.slots]
+
+
+def _next(last: StepInputs) -> StepInputs:
+    """The same rows one token further. All else stays as it is: a single row costs no more than it must."""
+    return replace(
+        last,
+        starts=last.sampled_ends,
+        positions=last.sampled_ends,
+        token_ids=np.zeros(len(last.token_ids), np.int64),
+        sampled_ends=last.sampled_ends + 1,
+        max_length=last.max_length + 1,
+    )

@@ -19,10 +19,10 @@ from chairlift.cache.storage import KVStorage
 from chairlift.config import ResolvedConfig
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import KVLayout, Native, Scratch
-from chairlift.kernels.native import UNIT, ClGroup, ClStep
+from chairlift.kernels.native import UNIT, ClGroup, ClRequest, ClStep
 from chairlift.model.attention import NativeStep, Plan, ReferenceStep
 from chairlift.model.loader import Shadow
-from chairlift.run.graphs import CAPTURED_TOKENS, NotCapturableError, Program, capture
+from chairlift.run.graphs import CAPTURED_TOKENS, Best, NotCapturableError, Program, capture
 from chairlift.run.inputs import SlotState, StepInputs
 from chairlift.sample.sampler import SampledTokens, Sampler, TokenLogprobs
 from chairlift.schedule.plan import PROMPT_LOGPROB_TOKENS, ScheduledBatch, ScheduledRow, Seat, TableUpdate
@@ -100,9 +100,11 @@ class ModelRunner:
         max_blocks = -(-(config.max_sequence_length + 1) // layout.page_size) + 1
         self._slots = SlotState(num_slots + 1, len(layout.groups), max_blocks)
         self._sampler = Sampler(self._num_logits(), num_slots, shadow.device)
-        self._last_token = torch.zeros(num_slots, dtype=torch.int64, device=shadow.device)
+        self._last_token = np.zeros(num_slots, np.int64)
         self._scratch = Scratch()
         tables = self._slots.tables
+        self._requests = np.empty((num_slots + 1, len(ClRequest._fields_)), np.int32)  # of the step under way
+        self._requests_address = self._requests.ctypes.data
         self._cl_groups = (ClGroup * len(tables))(*(self._cl_group(table) for table in tables))
         self._groups = {layer.index: layout.place(layer.index)[0] for layer in layers}
         self._layouts = {
@@ -182,9 +184,9 @@ class ModelRunner:
         tokens = self._shadow.probe_tokens[::-1][: min(CAPTURED_TOKENS - 2, self._max_tokens)]
         with torch.no_grad():
             inputs = self._probe_inputs(tokens, 0, len(tokens))
-            wanted = self._forward(inputs)
+            wanted, _ = self._forward(inputs)
             self._program = program
-            agrees = torch.equal(self._forward(inputs), wanted)
+            agrees = torch.equal(self._forward(inputs)[0], wanted)
             self._program = None
             return agrees
 
@@ -229,36 +231,36 @@ class ModelRunner:
             if not batch.rows:
                 return LaunchedStep(batch, None, {})
             inputs = self._slots.build(batch.rows)
-            logits = self._forward(inputs)
-            prompt = self._score_prompts(batch.rows, inputs, logits)
-            return LaunchedStep(batch, self._sample(inputs, logits), prompt)
+            logits, best = self._forward(inputs)
+            is_decoding = len(inputs.carried) == len(batch.rows)
+            prompt = {} if is_decoding else self._score_prompts(batch.rows, logits)
+            return LaunchedStep(batch, self._sample(inputs, logits, best), prompt)
 
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        """Logits [len(inputs.keep), vocab]."""
-        token_ids = torch.from_numpy(inputs.token_ids)
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, Best | None]:
+        """Logits [len(inputs.keep), vocab], and the best of each row where a program has looked for it: see
+        `Program.run`."""
         if len(inputs.carried):
-            at = torch.from_numpy(inputs.last_tokens[inputs.carried])
-            token_ids[at] = self._last_token[torch.from_numpy(inputs.slots[inputs.carried])]
+            inputs.token_ids[inputs.last_tokens[inputs.carried]] = self._last_token[inputs.slots[inputs.carried]]
         self._set_rope_regimes(inputs)
-        positions, keep = torch.from_numpy(inputs.positions), torch.from_numpy(inputs.keep)
+        token_ids, positions, keep = map(torch.from_numpy, (inputs.token_ids, inputs.positions, inputs.keep))
         plan = self._attention(inputs)
         fits = len(keep) <= self._max_logits and len(token_ids) <= self._max_tokens  # a probe may be larger
         if isinstance(plan, NativeStep) and self._program is not None and fits:
-            return self._program.run(plan.step, token_ids, positions, keep)
-        return self._shadow.forward(token_ids, positions, plan, keep)
+            return self._program.run(plan.step, token_ids, positions, keep, inputs.max_length)
+        return self._shadow.forward(token_ids, positions, plan, keep), None
 
     def _attention(self, inputs: StepInputs) -> Plan:
         return self._reference_step(inputs) if self._native is None else self._native_step(self._native, inputs)
 
     def _native_step(self, kernels: Native, inputs: StepInputs) -> NativeStep:
-        requests = np.stack(
-            (inputs.last_tokens + 1 - inputs.counts, inputs.counts, inputs.starts, inputs.slots), axis=1
-        ).astype(np.int32)
+        requests = self._requests[: len(inputs.slots)]
+        requests[:, 0] = inputs.last_tokens + 1 - inputs.counts
+        requests[:, 1], requests[:, 2], requests[:, 3] = inputs.counts, inputs.starts, inputs.slots
         step = ClStep(
             num_tokens=len(inputs.token_ids),
             num_logits=len(inputs.keep),
             num_requests=len(requests),
-            requests=requests.ctypes.data,
+            requests=self._requests_address,
             groups=ctypes.addressof(self._cl_groups),
         )
         return NativeStep(kernels, self._storage, self._groups, step, requests)
@@ -301,20 +303,16 @@ class ModelRunner:
             regimes = [rope.regime(length) for length in lengths]
             rope.regimes = regimes if any(regimes) else None
 
-    def _sample(self, inputs: StepInputs, logits: Tensor) -> SampledTokens | None:
-        if not len(inputs.sampled):
+    def _sample(self, inputs: StepInputs, logits: Tensor, best: Best | None) -> SampledTokens | None:
+        if not inputs.sampled_slots:
             return None
-        if len(inputs.sampled) < logits.shape[0]:
-            logits = logits[torch.from_numpy(inputs.sampled_logits)]
-        slots = inputs.slots[inputs.sampled]
-        ends = (inputs.starts + inputs.counts)[inputs.sampled]
-        sampled = self._sampler.sample(logits, slots.tolist(), ends.tolist())
-        self._last_token[torch.from_numpy(slots)] = sampled.tokens
+        if len(inputs.sampled_slots) < logits.shape[0]:
+            logits, best = logits[torch.from_numpy(inputs.sampled_logits)], None
+        sampled = self._sampler.sample(logits, inputs.sampled_slots, inputs.sampled_ends, best)
+        self._last_token[inputs.sampled_slots] = sampled.tokens.numpy()
         return sampled
 
-    def _score_prompts(
-        self, rows: tuple[ScheduledRow, ...], inputs: StepInputs, logits: Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
+    def _score_prompts(self, rows: tuple[ScheduledRow, ...], logits: Tensor) -> dict[int, list[TokenLogprobs]]:
         """By row: logprobs of the known token after each of the row's tokens, for rows that asked."""
         scored = {}
         end = 0
@@ -337,7 +335,7 @@ class ModelRunner:
         half = -(-len(tokens) // 2)
         with torch.no_grad():
             chunks = [(0, half), (half, len(tokens) - half)]
-            logits = [self._forward(self._probe_inputs(tokens, *chunk)).clone() for chunk in chunks if chunk[1]]
+            logits = [self._forward(self._probe_inputs(tokens, *chunk))[0].clone() for chunk in chunks if chunk[1]]
         return torch.cat(logits)
 
     def _probe_inputs(self, tokens: list[int], start: int, count: int) -> StepInputs:

@@ -73,8 +73,8 @@ class SampledTokens:
         """Wait for the device."""
         tokens, valid = self._copy.wait()
         faults = dict(self.faults)
-        if not bool(valid.all()):
-            for row in (~valid).nonzero()[:, 0].tolist():
+        for row, is_token in enumerate(valid.tolist()):
+            if not is_token:
                 faults.setdefault(row, ChairliftError(_NO_TOKEN))
         logprobs: list[float] | None = None
         top: dict[int, dict[int, float]] = {}
@@ -98,6 +98,7 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = torch.device(device)
         self._table = SlotTable(num_slots)
+        self._special: set[int] = set()  # slots that need more than their largest logit
         self._seen = SeenTokens(vocab_size, self._device)
         self._transcripts: dict[int, Transcript] = {}  # by slot, as the four below
         self._guided: dict[int, Guided] = {}
@@ -112,6 +113,7 @@ class Sampler:
         so far, a sequence goes on as if it had never left.
         """
         features = self._table.seat(slot, num_prompt, params, seed)
+        (self._special.add if features else self._special.discard)(slot)
         if features & Feature.PENALTY:
             self._seen.seat(slot, tokens, num_prompt)
         else:
@@ -131,13 +133,28 @@ class Sampler:
             ids, bias = zip(*params.logit_bias, strict=True)
             self._bias[slot] = np.array(ids, np.int64), np.array(bias, np.float32)
 
-    @torch.no_grad()
-    def sample(self, logits: Tensor, slots: Sequence[int], positions: Sequence[int]) -> SampledTokens:
+    def sample(
+        self,
+        logits: Tensor,
+        slots: Sequence[int],
+        positions: Sequence[int] | NDArray[np.int64],
+        best: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None,
+    ) -> SampledTokens:
         """One token per row, and what its slot's parameters ask for beside it.
 
         logits: [num_rows, vocab] of any float type, at least one row; left as they are. positions[i]: the position of
-        the token to be sampled, which is the number of tokens before it.
+        the token to be sampled, which is the number of tokens before it. best: the first of the largest logits of each
+        row, [num_rows] int64, and that logit, NaN where a row holds one, [num_rows] float32, if they are known already.
         """
+        if best is not None and self._special.isdisjoint(slots):
+            tokens, valid = torch.from_numpy(best[0].copy()), torch.from_numpy(best[1] > -np.inf)
+            return SampledTokens(tokens, {}, HostCopy([tokens, valid]), [])
+        return self._sample(logits, slots, positions)
+
+    @torch.no_grad()
+    def _sample(
+        self, logits: Tensor, slots: Sequence[int], positions: Sequence[int] | NDArray[np.int64]
+    ) -> SampledTokens:
         where = np.asarray(positions, np.int64)
         rows = self._table.rows(slots, where)
         step = _rows_at_a_time(logits)

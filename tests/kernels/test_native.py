@@ -183,6 +183,21 @@ def test_elementwise(kernels: Native, dtype: torch.dtype, width: int) -> None:
         close(kernels.act(x * 4, activation), function(x.double() * 4), 2)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_argmax_is_the_first_of_the_largest(kernels: Native, dtype: torch.dtype, width: int) -> None:
+    x = (torch.randn(9, width + 3) * 3).round().to(dtype)[:, 1 : width + 1]  # many are equal
+    x[1], x[2] = -torch.inf, 0.0
+    x[3, width // 2] = torch.inf
+    columns, largest = kernels.argmax(x)
+    expected = x.float().max(-1)
+    assert torch.equal(columns, expected.indices)
+    assert torch.equal(largest, expected.values)
+    for place in {0, width // 3, width - 1}:
+        x[4:6] = -torch.inf
+        x[4, place] = torch.nan
+        assert kernels.argmax(x)[1].isnan().nonzero().tolist() == [[4]]
+
+
 def test_embed_and_gather(kernels: Native, dtype: torch.dtype) -> None:
     table, ids = torch.randn(50, 77).to(dtype), torch.tensor([3, 49, 0, 3, 7])
     assert same(kernels.embed(table, ids), table[ids])

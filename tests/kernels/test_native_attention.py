@@ -418,6 +418,26 @@ def test_rotation_norms_and_storage(
     close(requests.attend(last), requests.dense(last))
 
 
+def test_angles_may_come_from_tables_of_all_positions(kernels: Native, dtype: torch.dtype) -> None:
+    requests = Requests(kernels, dtype, [40, 7], (2, 1, 64))
+    parts = [Part(0, 30, 10), Part(1, 2, 5)]
+    step, memory = requests.step(parts)
+    positions = torch.cat([torch.arange(part.first, part.first + part.count) for part in parts])
+    cos, sin = angles(torch.arange(50), 64, False, dtype)
+    q, k = torch.randn(15, 128).to(dtype), torch.randn(15, 64).to(dtype)
+
+    def run(by_position: bool, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        turned = q.clone(), k.clone()
+        pages = {"cache": requests.cache, "head_dim": 64, "group": 0}
+        kernels.run(ops.rope_store(*turned, k, rotation, **pages, by_position=by_position), 1, step)
+        return turned
+
+    by_token, by_position = run(False, (cos[positions], sin[positions])), run(True, (cos, sin))
+    del memory
+    assert same(by_token[0], by_position[0])
+    assert same(by_token[1], by_position[1])
+
+
 def test_rounding_of_a_norm_follows_the_flag(kernels: Native, dtype: torch.dtype) -> None:
     x, weight = torch.randn(33, 64).to(dtype), torch.randn(64).to(dtype)
     requests = Requests(kernels, dtype, [33], (1, 1, 64))

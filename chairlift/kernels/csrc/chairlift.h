@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)  // nothing else leaves the library
 
-#define CL_ABI 1
+#define CL_ABI 2
 
 enum ClType { CL_F32 = 0, CL_BF16 = 1, CL_F16 = 2 };
 
@@ -34,6 +34,7 @@ enum ClCode {
   CL_ROPE_STORE = 9,  // rotate queries and keys in place (after an optional norm of each head), write keys and values
   CL_ATTEND = 10,     // causal attention of the queries over the pages
   CL_SOFTCAP = 11,    // out = cap * tanh(x / cap)
+  CL_ARGMAX = 12,     // out[t] = the first column of the largest number of x[t]
 };
 
 enum ClAct { CL_NONE = 0, CL_SILU = 1, CL_GELU_TANH = 2, CL_GELU = 3, CL_RELU = 4 };
@@ -61,13 +62,16 @@ enum ClNormFlags {
 // CL_ACT         p: x, out                                   n: width, x_stride, out_stride, act
 // CL_ROPE_STORE  p: q, k, v, cos, sin, q_norm|0, k_norm|0, cache
 //                n: q_heads, kv_heads, head_dim, rotary_dim (even, <= head_dim, 0: no rotation), q_stride, k_stride,
-//                   v_stride, cos_stride, group, norm_flags, interleaved     (strides from token to token; heads are
-//                   contiguous, head after head; cos and sin [T, rotary_dim] in the type of the model)
+//                   v_stride, cos_stride, group, norm_flags, interleaved, by_position     (strides from token to token;
+//                   heads are contiguous, head after head; cos and sin [T, rotary_dim] in the type of the model, or
+//                   with by_position tables of all positions)
 //                f: eps
 // CL_ATTEND      p: q, cache, out, sinks|0                   n: q_heads, kv_heads, head_dim, q_stride, out_stride, group,
 //                                                               window (0: none)
 //                sinks is float32 [q_heads].                 f: scale, softcap (0: none)
 // CL_SOFTCAP     p: x, out                                   n: width, x_stride, out_stride               f: cap
+// CL_ARGMAX      p: x, columns, largest                      n: width (at most 2^24), x_stride
+//                columns is int64 and largest float32, one of each per row. If a row holds NaN, its largest is NaN.
 typedef struct {
   int32_t code;
   int32_t type;

@@ -1,5 +1,5 @@
 // What is computed row by row and element by element: CL_EMBED, CL_GATHER, CL_ADD, CL_SCALE, CL_NORM, CL_ADD_NORM,
-// CL_ACT, CL_SOFTCAP. Arithmetic is in float32 and rounded where PyTorch's modules round.
+// CL_ACT, CL_SOFTCAP, CL_ARGMAX. Arithmetic is in float32 and rounded where PyTorch's modules round.
 #include <algorithm>
 
 #include "activation.h"
@@ -123,6 +123,39 @@ template <class T> struct Softcap {
   }
 };
 
+// Each lane keeps its largest number and that number's column, as a float: it was the first, so it stays the first.
+template <class T> struct Argmax {
+  static void run(const Phase &phase, Task task) {
+    Range rows = rows_of(phase, task);
+    for (int64_t row = rows.begin; row < rows.end; row++)
+      phase.pointer<int64_t>(1)[row] = best_of(phase.pointer<const T>(0) + row * phase.op->n[1], phase.op->n[0],
+                                               &phase.pointer<float>(2)[row]);
+  }
+
+  static int64_t best_of(const T *x, int64_t width, float *largest) {
+    V most = all(-INFINITY), where = load(kLaneNumbers), nan = zero(), at = where;
+    for (int64_t i = 0; i < width; i += kLanes, at = at + all(kLanes)) {
+      V v = first(width - i, load(x + i, width - i), all(-INFINITY));
+      nan = nan_or(v, nan);
+      where = where_less(most, v, at, where);
+      most = max(v, most);
+    }
+    *largest = max_of(most) + sum_of(nan);
+    alignas(64) float value[kLanes], column[kLanes];
+    store(value, most);
+    store(column, where);
+    int best = 0;
+    for (int i = 1; i < kLanes; i++)
+      if (value[i] > value[best] || (value[i] == value[best] && column[i] < column[best])) best = i;
+    return static_cast<int64_t>(column[best]);
+  }
+};
+
+Error check_argmax(const Phase &phase) {
+  if (Error error = check_pointers<3>(phase)) return error;
+  return phase.op->n[0] <= 1 << 24 ? kOk : kBadSize;
+}
+
 Error check_act(const Phase &phase) {
   if (Error error = check_pointers<2>(phase)) return error;
   return is_activation(phase.op->n[3]) ? kOk : kUnsupported;
@@ -221,5 +254,6 @@ const Kernel kNorm = {check_norm, split_rows, run_typed<RunNorm>};
 const Kernel kAddNorm = {check_add_norm, split_rows, run_typed<RunAddNorm>};
 const Kernel kAct = {check_act, split_blocks, run_typed<Act>};
 const Kernel kSoftcap = {check_pointers<2>, split_blocks, run_typed<Softcap>};
+const Kernel kArgmax = {check_argmax, split_rows, run_typed<Argmax>};
 
 }  // namespace cl

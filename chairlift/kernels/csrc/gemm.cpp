@@ -80,7 +80,7 @@ template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const T
 #pragma GCC unroll 3
     for (int j = 0; j < vectors; j++) {
       columns[j] = M::load(right + j * width);
-      if (far_lines == 0) prefetch_near(reinterpret_cast<const char *>(right + j * width) + kAhead);
+      if (far_lines == 0) prefetch_once(reinterpret_cast<const char *>(right + j * width) + kAhead);
     }
 #pragma GCC unroll 2
     for (int line = 0; line < far_lines; line++) prefetch_far(next + line * kLine);

@@ -11,12 +11,12 @@ constexpr int64_t kTaskElements = 4096;
 
 struct Arguments {
   int64_t q_heads, kv_heads, head_dim, rotary_dim, q_stride, k_stride, v_stride, cos_stride, group, norm_flags;
-  bool interleaved;
+  bool interleaved, by_position;
 
   explicit Arguments(const ClOp &op)
       : q_heads(op.n[0]), kv_heads(op.n[1]), head_dim(op.n[2]), rotary_dim(op.n[3]), q_stride(op.n[4]),
         k_stride(op.n[5]), v_stride(op.n[6]), cos_stride(op.n[7]), group(op.n[8]), norm_flags(op.n[9]),
-        interleaved(op.n[10] != 0) {}
+        interleaved(op.n[10] != 0), by_position(op.n[11] != 0) {}
 
   int64_t tokens_per_task() const { return std::max<int64_t>(1, kTaskElements / ((q_heads + 2 * kv_heads) * head_dim)); }
 };
@@ -97,12 +97,13 @@ template <class T> class Tokens {
   explicit Tokens(const Phase &phase) : phase_(phase), a_(*phase.op) {}
 
   void run(int64_t token) const {
-    heads(phase_.pointer<T>(0) + token * a_.q_stride, phase_.pointer<const T>(5), a_.q_heads, token);
-    T *key = phase_.pointer<T>(1) + token * a_.k_stride;
-    heads(key, phase_.pointer<const T>(6), a_.kv_heads, token);
-
     const ClRequest &request = request_of(*phase_.step, token);
     int64_t position = request.position + token - request.start, slot = position % kUnit;
+    const int64_t angle = a_.by_position ? position : token;
+    heads(phase_.pointer<T>(0) + token * a_.q_stride, phase_.pointer<const T>(5), a_.q_heads, angle);
+    T *key = phase_.pointer<T>(1) + token * a_.k_stride;
+    heads(key, phase_.pointer<const T>(6), a_.kv_heads, angle);
+
     CacheShape shape{a_.kv_heads, a_.head_dim};
     Pages<T> pages = pages_of(phase_.pointer<T>(7), phase_.step->groups[a_.group], request, shape);
     const T *value = phase_.pointer<const T>(2) + token * a_.v_stride;
@@ -114,9 +115,9 @@ template <class T> class Tokens {
   }
 
  private:
-  void heads(T *x, const T *weight, int64_t count, int64_t token) const {
-    const T *cos = phase_.pointer<const T>(3) + token * a_.cos_stride;
-    const T *sin = phase_.pointer<const T>(4) + token * a_.cos_stride;
+  void heads(T *x, const T *weight, int64_t count, int64_t angle) const {
+    const T *cos = phase_.pointer<const T>(3) + angle * a_.cos_stride;
+    const T *sin = phase_.pointer<const T>(4) + angle * a_.cos_stride;
     for (int64_t head = 0; head < count; head++, x += a_.head_dim) {
       if (weight) normalise(x, weight, a_.head_dim, a_.norm_flags, phase_.op->f[0]);
       if (!a_.rotary_dim) continue;

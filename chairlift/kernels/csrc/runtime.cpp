@@ -42,6 +42,7 @@ const Kernel *kernel_of(int32_t code) {
     case CL_ROPE_STORE: return &kRopeStore;
     case CL_ATTEND: return &kAttend;
     case CL_SOFTCAP: return &kSoftcap;
+    case CL_ARGMAX: return &kArgmax;
     default: return nullptr;
   }
 }

@@ -77,7 +77,7 @@ struct Kernel {
 };
 
 // elementwise.cpp
-extern const Kernel kEmbed, kGather, kAdd, kScale, kNorm, kAddNorm, kAct, kSoftcap;
+extern const Kernel kEmbed, kGather, kAdd, kScale, kNorm, kAddNorm, kAct, kSoftcap, kArgmax;
 // gemm.cpp
 extern const Kernel kLinear, kGated;
 // attention.cpp

@@ -112,6 +112,9 @@ CL_INLINE Register where_less(Register a, Register b, Register yes, Register no)
   return {a.r < b.r ? yes.r : no.r};
 }
 
+// NaN where v is, elsewhere `other`.
+CL_INLINE Register nan_or(Register v, Register other) { return {v.r == v.r ? other.r : v.r}; }
+
 CL_INLINE Register abs(Register a) { return {(Floats)((Words)a.r & 0x7fffffffu)}; }
 
 // The magnitude of a with the sign of b.
@@ -260,6 +263,9 @@ template <class H> CL_INLINE Two<H> max(Two<H> a, Two<H> b) { return {max(a.low,
 template <class H> CL_INLINE Two<H> min(Two<H> a, Two<H> b) { return {min(a.low, b.low), min(a.high, b.high)}; }
 template <class H> CL_INLINE Two<H> where_less(Two<H> a, Two<H> b, Two<H> yes, Two<H> no) {
   return {where_less(a.low, b.low, yes.low, no.low), where_less(a.high, b.high, yes.high, no.high)};
+}
+template <class H> CL_INLINE Two<H> nan_or(Two<H> v, Two<H> other) {
+  return {nan_or(v.low, other.low), nan_or(v.high, other.high)};
 }
 template <class H> CL_INLINE Two<H> abs(Two<H> a) { return {abs(a.low), abs(a.high)}; }
 template <class H> CL_INLINE Two<H> copy_sign(Two<H> a, Two<H> b) {
@@ -475,8 +481,10 @@ template <> struct Multiply<bf16> {
 #endif
 };
 
-// Prefetch into the first-level or the second-level cache. Any address will do.
+// Prefetch into the first-level or the second-level cache, or for a single use: such lines do not drive out what the
+// last-level cache holds. Any address will do.
 CL_INLINE void prefetch_near(const void *p) { __builtin_prefetch(p, 0, 3); }
 CL_INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
+CL_INLINE void prefetch_once(const void *p) { __builtin_prefetch(p, 0, 0); }
 
 }  // namespace cl

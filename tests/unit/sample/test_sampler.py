@@ -52,6 +52,19 @@ def test_greedy_is_the_first_of_the_largest(dtype, vocab):
     assert torch.equal(logits, before)
 
 
+def test_rows_whose_best_is_known_give_the_same():
+    logits = rows(4)
+    logits[1, 5], logits[2] = torch.nan, -torch.inf
+    known = logits.argmax(-1).numpy(), logits.max(-1).values.numpy()
+    for requests in ([params()] * 4, [params(), params(), params(), params(logit_bias={3: 100.0})]):
+        args = [0, 1, 2, 3], [3] * 4
+        with_best = seated(requests).sample(logits, *args, known).to_host()
+        without = seated(requests).sample(logits, *args).to_host()
+        assert with_best.faults.keys() == without.faults.keys() == {1, 2}
+        assert [with_best.tokens[i] for i in (0, 3)] == [without.tokens[i] for i in (0, 3)]
+    assert with_best.tokens[3] == 3
+
+
 def test_temperatures_of_all_kinds_in_one_batch():
     logits = rows(6)
     requests = [
