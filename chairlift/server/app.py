@@ -1,8 +1,7 @@
 """Puts the application together: routes, errors, keys, limits."""
 
 import hmac
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -103,16 +102,10 @@ def create_app(
     """
     service = Service(manager, tokenizer, model_name, chat_template, lambda output: None)
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        service.close()
-
     app = FastAPI(
         title="Chairlift",
         summary="An OpenAI-compatible server with continuous batching.",
         version=getattr(chairlift, "__version__", "source"),
-        lifespan=lifespan,
         dependencies=[Depends(HTTPBearer(auto_error=False))] if api_keys else [],
     )
     page = page_router(manager)

@@ -60,7 +60,7 @@ class Service:
         self._observe = observe
         self._vocabularies = {skip: Vocabulary(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.encode("a")  # what a fast tokenizer sets up at its first call must not be set up by two threads at once
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "chairlift-text")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "chairlift-text")  # ends with the service
         self._bell: Bell | None = None
         self._calls: set[Call[Any]] = set()
         self._is_ending = False
@@ -161,10 +161,6 @@ class Service:
         self._is_ending = True
         for call in tuple(self._calls):
             call.abort(shutting_down())
-
-    def close(self) -> None:
-        """End the threads. The manager is its owner's."""
-        self._threads.shutdown(wait=False)
 
 
 def _keep(choice: int, output: GenerationOutput) -> tuple[int, GenerationOutput]:
