@@ -117,7 +117,7 @@ class FairShare(Fifo):
             self._order.clear()
         least = self._least_served(waiting)
         if len(self._tenants) > self._tidy_at:
-            self._tidy(least[0].served if least else 0)
+            self._tidy(waiting, least[0].served if least else 0)
         tenant = self._tenant(seq)
         if least and not tenant.queue.first(waiting):
             tenant.served = max(tenant.served, least[0].served)
@@ -126,11 +126,15 @@ class FairShare(Fifo):
             heappush(self._order, (tenant.served, tenant.number, tenant))
         tenant.queue.add(seq, waiting)
 
-    def _tidy(self, least: int) -> None:
+    def _tidy(self, waiting: Waiting, least: int) -> None:
         """Forget tenants that would start anew with the same account."""
+        for tenant in self._tenants.values():
+            tenant.is_listed = tenant.queue.first(waiting) is not None
         self._tenants = {
             name: tenant for name, tenant in self._tenants.items() if tenant.is_listed or tenant.served > least
         }
+        self._order = [(each.served, each.number, each) for each in self._tenants.values() if each.is_listed]
+        heapify(self._order)
         self._tidy_at = max(_FEW, 2 * len(self._tenants))
 
     def served(self, seq: Sequence, num_tokens: int) -> None:

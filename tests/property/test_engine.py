@@ -1,7 +1,8 @@
 """The engine against an oracle, on a device that runs as late as the host lets it.
 
-Whatever the depth, the budgets, the pool, the policy, preemptions, swaps, shared prefixes, aborts and pauses: every
-request gets the tokens that it would get alone. See `tests/late_device.py` for what the device checks by itself.
+Whatever the depth, the budgets, the pool, the policy, preemptions, swaps, shared prefixes, aborts, deadlines and
+pauses: every request gets the tokens that it would get alone. See `tests/late_device.py` for what the device checks by
+itself.
 """
 
 import random
@@ -17,7 +18,7 @@ from chairlift.cache.cache import KVCache
 from chairlift.cache.layout import LayerSpec, plan_layout
 from chairlift.engine import Engine
 from chairlift.params import SamplingParams
-from chairlift.request import GenerationOutput, Request, RequestStatus
+from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence
 from chairlift.schedule.policy import POLICIES
 from chairlift.schedule.scheduler import Scheduler
 from chairlift.stats import StepRecorder
@@ -48,6 +49,9 @@ class Kind(NamedTuple):
     needs_host: bool
     ignore_eos: bool
     faulty: bool
+    priority: int
+    tenant: str | None
+    deadline: int | None  # ticks from submission
 
 
 KINDS = st.builds(
@@ -60,6 +64,9 @@ KINDS = st.builds(
     needs_host=st.sampled_from([False, False, True]),
     ignore_eos=st.booleans(),
     faulty=st.sampled_from([False] * 7 + [True]),
+    priority=st.sampled_from([0, 0, -1, 1]),
+    tenant=st.sampled_from([None, "a", "b"]),
+    deadline=st.sampled_from([None, None, 1, 3, 20]),
 )
 
 
@@ -71,6 +78,7 @@ class Asked:
     weights: list[int]  # those that each answer token was sampled with, as far as the answer is known
     outputs: list[GenerationOutput] = field(default_factory=list)
     cancelled: bool = False
+    expired: bool = False
     dropped: bool = False
     restart_length: int | None = None
 
@@ -135,6 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = Engine(self.scheduler, self.device, StepRecorder(), depth)
         self.longest, self.budget, self.rows, self.depth, self.sharing = longest, budget, rows, depth, sharing
         self.asked: dict[str, Asked] = {}
+        self.now = 0  # ticks
         for prompt, kind in first:
             self.submit_family(prompt, kind)
 
@@ -176,6 +185,9 @@ class EngineMachine(RuleBasedStateMachine):
                 share_prefix=self.sharing,
                 match_prefix=kind.prompt_logprobs is None and (self.sharing or kind.children > 1),
                 streaming=kind.streaming,
+                priority=kind.priority,
+                tenant=kind.tenant,
+                deadline=None if kind.deadline is None else self.now + kind.deadline,
             )
             self.asked[request.request_id] = Asked(request, [], restart_length=restart_length)
             self.receive(self.scheduler.add(request))
@@ -202,6 +214,24 @@ class EngineMachine(RuleBasedStateMachine):
         self.scheduler.end(request_id)
         self.asked[request_id].dropped = True
 
+    @rule(ticks=st.sampled_from([1, 1, 4]))
+    def let_time_pass(self, ticks: int) -> None:
+        """At any moment between two steps, with others in flight."""
+        self.now += ticks
+        overdue = {
+            request_id
+            for request_id, asked in self.live.items()
+            if asked.request.deadline is not None and asked.request.deadline <= self.now
+        }
+        deadlines = [a.request.deadline for a in self.live.values() if a.request.deadline is not None]
+        assert self.scheduler.next_deadline == min(deadlines, default=None)
+        outputs = self.scheduler.expire(self.now)
+        assert {output.request_id for output in outputs} == overdue
+        for request_id in overdue:
+            self.asked[request_id].expired = True
+        self.receive(outputs)
+        assert self.scheduler.expire(self.now) == []
+
     @rule()
     def change_weights(self) -> None:
         self.drain()
@@ -225,19 +255,26 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(times):
             if not self.engine.has_work:
                 return
-            oldest = next(iter([*self.scheduler.running, *self.scheduler.waiting.values()]), None)
+            head = self.head()
             nothing_in_flight = not self.engine._in_flight
             self.device.last_plan = None
             outputs = self.engine.step()
             assert len(self.engine._in_flight) < self.depth
             self.check_plan()
-            if oldest is not None and nothing_in_flight:
+            if head is not None and nothing_in_flight:
                 plan = self.device.last_plan
                 assert plan is not None
-                assert oldest.serial in {row.sequence_id for row in plan.rows}, "the oldest did not progress"
+                assert head.serial in {row.sequence_id for row in plan.rows}, "the first one did not progress"
             self.receive(outputs)
 
     # What must hold
+
+    def head(self) -> Sequence | None:
+        """The sequence that the policy puts before all others."""
+        scheduler = self.scheduler
+        if scheduler.running:
+            return min(scheduler.running, key=scheduler.policy.rank)
+        return scheduler.policy.select(scheduler.waiting) if scheduler.waiting else None
 
     def drain(self) -> None:
         for outputs in self.engine.drain():
@@ -281,7 +318,8 @@ class EngineMachine(RuleBasedStateMachine):
                     request.max_length, len(request.prompt_ids)
                 )
             case RequestStatus.CANCELLED:
-                assert asked.cancelled and output.finish_reason == "cancelled"
+                assert asked.cancelled != asked.expired
+                assert output.finish_reason == ("timeout" if asked.expired else "cancelled")
             case RequestStatus.FAILED:
                 assert request.seed == FAULTY_SEED and isinstance(output.exception, ArithmeticError)
                 assert len(generated) == 2
@@ -325,7 +363,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert {seq.request.request_id for seq in sequences} == set(self.live) == set(scheduler._by_id)
         assert set(scheduler.waiting) | {seq.serial for seq in scheduler.running} == set(scheduler._live)
         assert len(scheduler.waiting) + len(scheduler.running) == len(scheduler._live)
-        assert [seq.serial for seq in scheduler.running] == sorted(seq.serial for seq in scheduler.running)
+        ranks = [scheduler.policy.rank(seq) for seq in scheduler.running]
+        assert ranks == sorted(set(ranks))
         slots = [seq.slot for seq in scheduler.running]
         assert sorted([*slots, *scheduler._free_slots]) == list(range(scheduler.max_rows))
         assert all(seq.slot == -1 and not seq.kv.tables[0] for seq in scheduler.waiting.values())
@@ -377,6 +416,9 @@ def test_random_workloads(seed: int) -> None:
             needs_host=rng.random() < 0.2,
             ignore_eos=rng.random() < 0.7,
             faulty=rng.random() < 0.05,
+            priority=rng.choice([0, 0, -1, 1]),
+            tenant=rng.choice([None, "a", "b"]),
+            deadline=rng.choice([None, None, None, 3, 20]),
         )
 
     machine.begin(
@@ -406,6 +448,8 @@ def test_random_workloads(seed: int) -> None:
             machine.change_weights()
         elif action < 0.30:
             machine.forget_prefixes(rng.random() < 0.5)
+        elif action < 0.34:
+            machine.let_time_pass(rng.choice([1, 4]))
         elif machine.live:
             machine.step(1)
         machine.is_consistent()
