@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,8 +46,8 @@ class Bench:
     """Goodput counts requests whose first token came within this time."""
     slo_itl_ms: float | None = None
     """Goodput counts requests whose other tokens took at most this long on average."""
-    load_seed: int = 0
-    """Of the random words and times."""
+    load_seed: int | None = None
+    """Of the random words and times; None: fresh, so that no run finds the prompts of an earlier one in a cache."""
     json: Path | None = None
     """File for the numbers, and those of each request."""
     plot: Path | None = None
@@ -54,7 +55,8 @@ class Bench:
     engine: OmitArgPrefixes[Engine] = Engine()  # noqa: RUF009 - it is frozen
 
     def __call__(self) -> int:
-        prompts = self._prompts()
+        seed = random.randrange(1 << 32) if self.load_seed is None else self.load_seed
+        prompts = self._prompts(seed)
         if self.plot is not None:
             with needs("bench"):
                 import matplotlib  # noqa: F401  # rather now than after the run
@@ -63,10 +65,10 @@ class Bench:
             max_tokens=self.max_tokens,
             rate=self.rate,
             concurrency=self.concurrency,
-            seed=self.load_seed,
+            seed=seed,
         )
         name, records = self._online(load) if self.url is not None else self._offline(load)
-        result = {"target": name} | summary(records, self.slo_ttft_ms, self.slo_itl_ms)
+        result = {"target": name, "load_seed": seed} | summary(records, self.slo_ttft_ms, self.slo_itl_ms)
         print(_table(result))
         if self.json is not None:
             self.json.write_text(json.dumps(result | {"records": [_as_dict(r) for r in records]}, indent=1))
@@ -76,7 +78,7 @@ class Bench:
             print(f"failed: {error:.300}")
         return 1 if result["failed"] == len(records) else 0
 
-    def _prompts(self) -> list[str]:
+    def _prompts(self, seed: int) -> list[str]:
         checks = {
             "num_requests": self.num_requests >= 1,
             "max_tokens": self.max_tokens >= 1,
@@ -89,7 +91,7 @@ class Bench:
             if not is_sane:
                 raise UsageError(f"--{name.replace('_', '-')} {getattr(self, name)} makes no sense")
         if self.prompts is None:
-            return random_prompts(self.num_requests, self.prompt_words, self.shared_words, self.load_seed)
+            return random_prompts(self.num_requests, self.prompt_words, self.shared_words, seed)
         try:
             lines = [line for line in self.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
         except OSError as error:
@@ -171,8 +173,9 @@ def _plot(records: Sequence[Record], title: str, file: Path) -> None:
         shares.legend()
     start = min(record.sent for record in records)
     stamps = [stamp - start for record in good for stamp in record.stamps]
-    bins = 50
-    width = max(stamps, default=1.0) / bins
+    span = max(stamps, default=1.0)
+    bins = max(1, min(50, int(4 * span)))  # a quarter of a second has several steps
+    width = span / bins
     rate.hist(stamps, bins=bins, weights=[1 / width] * len(stamps), histtype="stepfilled", alpha=0.6)
     rate.set(xlabel="seconds", ylabel="new tokens per second")
     rate.grid(alpha=0.3)

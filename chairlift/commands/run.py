@@ -24,6 +24,7 @@ from chairlift.errors import EngineDeadError
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _ID = re.compile(r"batch_req_(\d+)")
+_BEGINNING = b'{"id": "batch_req_'  # of every line that is written here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,15 +96,25 @@ class Answers:
         except OSError as error:
             raise UsageError(str(error)) from error
         try:
+            self._take_up()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _take_up(self) -> None:
+        """Read what is there, and drop half a line."""
+        try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UsageError(f"{path} is being written to by another process") from error
+            raise UsageError(f"{self._path} is being written to by another process") from error
         self._file.seek(0)
         whole = 0
         for line in self._file:
             if line.endswith(b"\n"):
                 self._note(line, whole)
                 whole += len(line)
+            elif line[: len(_BEGINNING)] != _BEGINNING[: len(line)]:
+                raise self._foreign(whole)
         self._file.truncate(whole)
 
     def _note(self, line: bytes, offset: int) -> None:
@@ -111,8 +122,11 @@ class Answers:
             answer = json.loads(line)
             number = int(_ID.fullmatch(answer["id"])[1])  # type: ignore[index]  # None is no answer of ours
         except (ValueError, TypeError, KeyError) as error:
-            raise UsageError(f"{self._path} holds something else than answers, at byte {offset}") from error
+            raise self._foreign(offset) from error
         self._count(number, answer)
+
+    def _foreign(self, offset: int) -> UsageError:
+        return UsageError(f"{self._path} holds something else than answers, at byte {offset}")
 
     def _count(self, number: int, answer: dict[str, Any]) -> None:
         self.custom_ids[number] = answer["custom_id"]

@@ -380,6 +380,12 @@ def load_smollm2(
     return model, tokenizer
 
 
+def check_name(name: str) -> None:
+    """Raise FileNotFoundError for the path of a folder that does not exist: the Hub would only find the name odd."""
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise FileNotFoundError(f"there is no folder {name}")
+
+
 def load(
     name: str | None = None,
     tokenizer: str | None = None,
@@ -402,6 +408,7 @@ def load(
             tokens = AutoTokenizer.from_pretrained(tokenizer)
     else:
         name = name or SMOLLM2
+        check_name(name)
         tokens = AutoTokenizer.from_pretrained(tokenizer or name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
     return (model if device is None else model.to(device)), tokens  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from chairlift.model.loader import (
     PROBE_TOKENS,
     SMOLLM2,
     check_layers,
+    check_name,
     device_facts,
     model_facts,
     model_name,
@@ -88,7 +89,9 @@ def read_config(name: str | None = None) -> PretrainedConfig:
         folder, file = source
         config = AutoConfig.from_pretrained(folder, gguf_file=file, dtype="bfloat16")
     else:
-        config = AutoConfig.from_pretrained(name or SMOLLM2)
+        name = name or SMOLLM2
+        check_name(name)
+        config = AutoConfig.from_pretrained(name)
     return config
 
 
