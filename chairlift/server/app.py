@@ -18,6 +18,7 @@ from chairlift.server.errors import ApiError, ClientGoneError, on_error
 from chairlift.server.page import router as page_router
 from chairlift.server.routes import api_router
 from chairlift.server.service import Service
+from chairlift.server.tracing import Tracing
 
 MAX_BODY_BYTES = 16 << 20
 OPEN_PATHS = frozenset({"/", "/health", "/docs", "/docs/oauth2-redirect", "/openapi.json"})  # say nothing of anybody
@@ -92,15 +93,17 @@ def create_app(
     cors_origins: Sequence[str] = (),
     max_body_bytes: int = MAX_BODY_BYTES,
     chat_template: str | None = None,
+    tracing: Tracing | None = None,
 ) -> FastAPI:
     """The application over a manager, which its owner starts and stops.
 
     tokenizer: of transformers, of the manager's model. model_name: what clients call the model. api_keys: those that
     open all routes but /health, the page and the documentation; none: everybody may. cors_origins: web pages of these
-    origins may call; "*" for all. chat_template: instead of the tokenizer's own. `app.state.service` is what the
+    origins may call; "*" for all. chat_template: instead of the tokenizer's own. tracing: hears of every
+    request; its owner closes it. `app.state.service` is what the
     routes share, `app.state.drain()` ends what would never end by itself, `app.state.end()` everything.
     """
-    service = Service(manager, tokenizer, model_name, chat_template, lambda output: None)
+    service = Service(manager, tokenizer, model_name, chat_template, tracing)
 
     app = FastAPI(
         title="Chairlift",

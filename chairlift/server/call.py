@@ -5,6 +5,7 @@ for streams finished bytes), and cross to the event loop with one wake-up for al
 """
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from starlette.types import Receive
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.request import GenerationOutput, RequestStatus
 from chairlift.server.errors import ClientGoneError, failure, shutting_down
+
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Observer = Callable[[GenerationOutput], object]
@@ -105,9 +108,14 @@ class Call(Generic[Item]):
 
     def _take(self, output: GenerationOutput) -> None:
         if output.is_finished():
-            self._observe(output)
-        if self._is_over:
-            return
+            try:
+                self._observe(output)  # first: whoever has the answer may count on being counted
+            except Exception:
+                logger.exception("the end of request %r was not counted", output.request_id)
+        if not self._is_over:
+            self._hand(output)
+
+    def _hand(self, output: GenerationOutput) -> None:
         item: Item | Exception
         try:
             if output.status is RequestStatus.FAILED:

@@ -23,6 +23,13 @@ def api_router(service: Service) -> APIRouter:
         service.check()
         return json_response({"status": "ok"})
 
+    @router.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        """What has been counted, for Prometheus; of a dead engine, too."""
+        accept = request.headers.get("accept", "")
+        content, content_type = await service.offload(partial(service.metrics.render, accept))
+        return Response(content, headers={"content-type": content_type})
+
     @router.get("/v1/models")
     async def models() -> Response:
         """The one model."""

@@ -12,9 +12,11 @@ from fastapi import Request, Response
 from chairlift.errors import EngineDeadError, InvalidRequestError
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.request import GenerationOutput
-from chairlift.server.call import Bell, Call, Observer
+from chairlift.server.call import Bell, Call
 from chairlift.server.errors import ApiError, json_response, shutting_down
+from chairlift.server.metrics import Metrics
 from chairlift.server.sse import EventStream, Streamed
+from chairlift.server.tracing import Tracing
 from chairlift.text.chat import ChatFormat
 from chairlift.text.vocabulary import Vocabulary
 
@@ -50,14 +52,15 @@ class Service:
         tokenizer: Any,
         model_name: str,
         chat_template: str | None,
-        observe: Observer,
+        tracing: Tracing | None,
     ) -> None:
         self.manager = manager
         self.tokenizer = tokenizer
         self.model_name = model_name
         self.chat_format = ChatFormat(tokenizer, chat_template=chat_template)
         self.created = int(time.time())
-        self._observe = observe
+        self.metrics = Metrics(manager, model_name)
+        self._tracing = tracing
         self._vocabularies = {skip: Vocabulary(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.encode("a")  # what a fast tokenizer sets up at its first call must not be set up by two threads at once
         self._threads = ThreadPoolExecutor(NUM_THREADS, "chairlift-text")  # ends with the service
@@ -145,11 +148,24 @@ class Service:
         loop = asyncio.get_running_loop()
         if self._bell is None or self._bell.loop is not loop:
             self._bell = Bell(loop)
-        call: Call[Any] = Call(self.manager, self._bell, self._observe)
+        call: Call[Any] = Call(self.manager, self._bell, self._observer(request))
         self._calls.add(call)
         call.on_close(lambda: self._calls.discard(call))
         call.watch(request.receive)
         return call
+
+    def _observer(self, request: Request) -> Callable[[GenerationOutput], object]:
+        """Who hears of the end of this request's answers."""
+        if (tracing := self._tracing) is None:
+            return self.metrics.observe
+        operation = "text_completion" if request.url.path == "/v1/completions" else "chat"
+        headers = dict(request.headers)
+
+        def observe(output: GenerationOutput) -> None:
+            self.metrics.observe(output)
+            tracing.observe(output, operation=operation, headers=headers)
+
+        return observe
 
     @property
     def num_calls(self) -> int:

@@ -303,3 +303,15 @@ async def test_the_schema_is_complete(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
     assert {CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize", "/health", "/v1/models"} <= schema["paths"].keys()
     assert "priority" in json.dumps(schema)
+
+
+async def test_what_is_served_is_counted(engine: tuple[Any, Any]) -> None:
+    async with http_of(create_app(*engine, model_name="toy")) as http:
+        for _ in range(2):
+            await http.post(COMPLETIONS, json={"prompt": "x", "max_tokens": 3, "n": 2, "ignore_eos": True})
+        answer = await http.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if line.startswith("vllm:"))
+    assert float(lines['vllm:request_success_total{finished_reason="length",model_name="toy"}']) == 4
+    assert float(lines['vllm:time_to_first_token_seconds_count{model_name="toy"}']) == 4
+    assert float(lines['vllm:inter_token_latency_seconds_count{model_name="toy"}']) == 8

@@ -1,0 +1,195 @@
+"""The HTTP server against the engine alone: 64 streams, the same requests, the same process; what HTTP costs.
+
+    python -m benchmarks server [--rounds 3] [--requests 128] [--dtype bfloat16] [--json results.jsonl]
+
+A server process answers the requests over HTTP for this process, which does nothing but read, and then offline, through
+the same manager; in turns. Told are tokens per second both ways, and how much later than in the engine the first token
+is there: from the request's first byte sent until its first event read, less the engine's own time for it. The first 64
+requests come all at once, the others one by one as streams end.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+STREAMS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request: token ids, and how many to add."""
+
+    prompt: list[int]
+    count: int
+
+
+def works(number: int, seed: int) -> list[Work]:
+    """Prompts of 16 to 128 random tokens, 16 to 64 new tokens each. No two prompts begin alike."""
+    draw = random.Random(seed)
+    return [
+        Work([draw.randrange(100, 40_000) for _ in range(draw.randint(16, 128))], draw.randint(16, 64))
+        for _ in range(number)
+    ]
+
+
+# ---------------------------------------------------------------------- the server's process
+
+
+def serve(dtype: str) -> None:
+    """Print the URL and serve; `/bench/offline` answers requests without HTTP, `/bench/times` tells of the others."""
+    from fastapi import FastAPI
+
+    from benchmarks.common import load
+    from chairlift import ContinuousBatchingConfig, attach
+    from chairlift.model.loader import load_smollm2
+    from chairlift.request import GenerationOutput
+    from chairlift.server import create_app
+    from chairlift.server import serve as run
+
+    _, tokenizer = load_smollm2()
+    model = attach(load(dtype))
+    config = ContinuousBatchingConfig(max_batch_tokens=512, max_requests_per_batch=STREAMS, allow_block_sharing=False)
+    manager = model.init_continuous_batching(continuous_batching_config=config)
+    manager.warmup()
+    manager.start()
+    app: FastAPI = create_app(manager, tokenizer, model_name="smollm2", max_body_bytes=1 << 30)
+    ended: list[tuple[list[int], float]] = []
+    observe = app.state.service.metrics.observe
+
+    def note(output: GenerationOutput) -> None:
+        observe(output)
+        if output.timestamps:
+            ended.append((output.prompt_ids[:8], output.timestamps[0] - output.created_time))
+
+    app.state.service.metrics.observe = note
+
+    @app.get("/bench/times")
+    def times() -> list[tuple[list[int], float]]:
+        taken = ended[:]
+        ended.clear()
+        return taken
+
+    @app.post("/bench/offline")
+    def offline(requests: list[tuple[list[int], int]]) -> float:
+        begin = time.perf_counter()
+        for prompt, count in requests:
+            manager.add_request(prompt, max_new_tokens=count, ignore_eos=True, temperature=0)
+        assert sum(len(output.generated_tokens) for output in manager) == sum(count for _, count in requests)
+        return time.perf_counter() - begin
+
+    run(app, port=0, log_level="warning", ready=lambda url: print(url, flush=True))
+    manager.stop(hard_stop=True)
+
+
+# ---------------------------------------------------------------------- this process
+
+
+async def post(host: str, port: int, path: str, body: Any, method: str = "POST") -> Any:
+    """One request on a connection of its own; its whole answer."""
+    reader, writer = await asyncio.open_connection(host, port)
+    writer.write(_request(method, path, body))
+    answer = await reader.read()
+    writer.close()
+    return json.loads(answer.split(b"\r\n\r\n", 1)[1])
+
+
+def _request(method: str, path: str, body: Any, close: bool = True) -> bytes:
+    content = json.dumps(body).encode()
+    head = (
+        f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    )
+    return head.encode() + (b"Connection: close\r\n" if close else b"") + b"\r\n" + content
+
+
+async def stream(host: str, port: int, waiting: list[Work], first: dict[tuple[int, ...], float]) -> None:
+    """Answer after answer on one connection, while there is work; notes how long each first event took."""
+    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
+    while waiting:
+        work = waiting.pop(0)
+        body = {"prompt": work.prompt, "max_tokens": work.count, "ignore_eos": True, "temperature": 0, "stream": True}
+        body |= {"stream_options": {"include_usage": True}}
+        begin = time.perf_counter()
+        writer.write(_request("POST", "/v1/completions", body, close=False))
+        seen = b""
+        while b"[DONE]" not in seen:
+            piece = await reader.read(1 << 16)
+            assert piece, "the server closed the connection"
+            if b"data: " in piece and tuple(work.prompt[:8]) not in first:
+                first[tuple(work.prompt[:8])] = time.perf_counter() - begin
+            seen = seen[-2000:] + piece
+        assert f'"completion_tokens":{work.count}'.encode() in seen
+        while not seen.endswith(b"0\r\n\r\n"):
+            seen += await reader.read(1 << 16)
+    writer.close()
+
+
+async def through_http(host: str, port: int, requests: Sequence[Work]) -> tuple[float, list[float]]:
+    """Seconds for all requests, and seconds that HTTP added to each one's first token, in order."""
+    waiting, first = list(requests), dict[tuple[int, ...], float]()
+    begin = time.perf_counter()
+    await asyncio.gather(*(stream(host, port, waiting, first) for _ in range(STREAMS)))
+    seconds = time.perf_counter() - begin
+    own = {tuple(key): value for key, value in await post(host, port, "/bench/times", None, "GET")}
+    keys = [tuple(work.prompt[:8]) for work in requests]
+    return seconds, [first[key] - own[key] for key in keys]
+
+
+def _quantiles(values: Sequence[float]) -> str:
+    cuts = statistics.quantiles(values, n=20)
+    return f"median {statistics.median(values) * 1e3:.1f} ms, p95 {cuts[18] * 1e3:.1f} ms"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=int, default=2 * STREAMS)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--json", help="append the result to this file")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        return serve(args.dtype)
+    command = [sys.executable, "-m", "benchmarks", "server", "--serve", "--dtype", args.dtype]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        host, port = server.stdout.readline().strip().removeprefix("http://").split(":")
+        try:
+            asyncio.run(measure(host, int(port), args))
+        finally:
+            server.terminate()
+
+
+async def measure(host: str, port: int, args: argparse.Namespace) -> None:
+    """Offline and over HTTP in turns; prints and records."""
+    results: dict[str, list[float]] = {"offline": [], "http": []}
+    burst: list[float] = []
+    steady: list[float] = []
+    await through_http(host, port, works(8, seed=-1))  # both know the way
+    for number in range(args.rounds):
+        requests = works(args.requests, seed=number)
+        tokens = sum(work.count for work in requests)
+        seconds = await post(host, port, "/bench/offline", [(work.prompt, work.count) for work in requests])
+        results["offline"].append(tokens / seconds)
+        seconds, added = await through_http(host, port, requests)
+        results["http"].append(tokens / seconds)
+        burst += added[:STREAMS]
+        steady += added[STREAMS:]
+        print(
+            f"round {number + 1}: {results['offline'][-1]:.1f} offline, {results['http'][-1]:.1f} over HTTP", flush=True
+        )
+    print(f"added to the first token: {_quantiles(steady)}; of {STREAMS} requests at once: {_quantiles(burst)}")
+    from benchmarks.common import report
+
+    report(f"server, {STREAMS} streams, {args.dtype}", results, "new tokens/s", "http", args.json)
+
+
+if __name__ == "__main__":
+    main()
