@@ -13,12 +13,6 @@ from chairlift.model.loader import smollm2_file
 from chairlift.text.reasoning import Piece
 from chairlift.text.vocabulary import BYTE_LETTERS
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}\n<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
 
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
