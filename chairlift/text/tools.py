@@ -106,7 +106,6 @@ class ToolRequest:
 
     tools: tuple[Tool, ...]  # not empty
     required: bool = False  # the answer is calls and nothing else
-    named: bool = False  # it is the one call that was asked for
     parallel: bool = True  # more than one call
 
 
@@ -133,7 +132,7 @@ def tool_request(
     if name not in names:
         raise InvalidRequestError(f"tool_choice={choice!r}: no such tool; give auto, none, required or one of {names}")
     chosen = known[names.index(name)]
-    return ToolRequest(tools=(chosen,), required=True, named=True, parallel=False)
+    return ToolRequest(tools=(chosen,), required=True, parallel=False)
 
 
 def _chosen(choice: object) -> object:

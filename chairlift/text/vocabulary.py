@@ -6,6 +6,7 @@ anything else that has `decode(ids) -> str`. Refuses to know transformers, and h
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import tokenizers
@@ -43,7 +44,6 @@ class Vocabulary:
         self.tokenizer = tokenizer
         self.backend_tokenizer = _backend(tokenizer)  # None if it is none of the `tokenizers` library
         self.hidden = _special_ids(tokenizer, self.backend_tokenizer) if skip_special_tokens else frozenset[int]()
-        self._added = _added_tokens(tokenizer, self.backend_tokenizer)
         self._known: dict[int, TokenText] = {}
         self._anchor: list[int] | None = None
 
@@ -59,6 +59,13 @@ class Vocabulary:
     def added_id(self, text: str) -> int | None:
         """The token that was added to the vocabulary for exactly this text (a tag, say), if there is one."""
         return self._added.get(text)
+
+    @cached_property
+    def _added(self) -> dict[str, int]:
+        if self.backend_tokenizer is not None:
+            return {added.content: token for token, added in self.backend_tokenizer.get_added_tokens_decoder().items()}
+        get = getattr(self.tokenizer, "get_added_vocab", None)
+        return {} if get is None else dict(get())
 
     def decode(self, token_ids: list[int], /) -> str:
         """Text of these tokens, all at once, without the hidden ones."""
@@ -118,13 +125,6 @@ def _special_ids(tokenizer: Any, backend: tokenizers.Tokenizer | None) -> frozen
     if backend is not None:
         ids.update(token for token, added in backend.get_added_tokens_decoder().items() if added.special)
     return frozenset(ids)
-
-
-def _added_tokens(tokenizer: Any, backend: tokenizers.Tokenizer | None) -> dict[str, int]:
-    if backend is not None:
-        return {added.content: token for token, added in backend.get_added_tokens_decoder().items()}
-    get = getattr(tokenizer, "get_added_vocab", None)
-    return {} if get is None else dict(get())
 
 
 def _byte_alphabet() -> dict[str, int]:

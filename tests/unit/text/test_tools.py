@@ -205,12 +205,12 @@ TOOLS = [{"type": "function", "function": DICE}, {"type": "function", "function"
 def test_the_choice_of_tools() -> None:
     auto = tool_request(TOOLS, None, parallel=True)
     assert auto is not None and [tool.name for tool in auto.tools] == ["roll-dice", "roll"]
-    assert (auto.required, auto.named, auto.parallel) == (False, False, True)
+    assert (auto.required, auto.parallel) == (False, True)
     required = tool_request(TOOLS, "required", parallel=False)
-    assert required is not None and required.required and not required.named and not required.parallel
+    assert required is not None and required.required and not required.parallel
     named = tool_request(TOOLS, {"type": "function", "function": {"name": "roll"}}, parallel=True)
     assert named is not None and [tool.name for tool in named.tools] == ["roll"]
-    assert named.required and named.named and not named.parallel
+    assert named.required and not named.parallel
     assert named == tool_request(TOOLS, {"type": "function", "name": "roll"}, parallel=True), "as in /v1/responses"
     assert tool_request(TOOLS, "none", parallel=True) is None
     assert tool_request([], "auto", parallel=True) is None
