@@ -34,7 +34,8 @@ constexpr int kTileRows = 2;
 constexpr int tile_vectors(int) { return 1; }
 #endif
 
-constexpr int64_t kBlockRows = 128;     // rows of a task at most: its sums stay in the cache
+constexpr int64_t kTileSums = kTileRows * kPanel;
+constexpr int64_t kBlockRows = 128;     // rows of a task at most: they stay in the cache
 constexpr int64_t kMinBlockRows = 32;   // and at least, where a product is cut to occupy all threads
 constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kLine = 64;           // bytes that a prefetch brings
@@ -160,28 +161,6 @@ int64_t split(Phase &phase) {
   return grid.panels * grid.blocks;
 }
 
-// Products of rows [begin, end) of x with one panel, to sums [end - begin][kPanel].
-template <class T> struct Product {
-  const T *x;
-  int64_t stride, K;
-  Range rows;
-  typename Multiply<T>::Left *widened;
-
-  void run(const T *panel, const char *next, int64_t next_bytes, float *sums) const {
-    int64_t count = rows.end - rows.begin, tiles = divide_up(count, kTileRows);
-    int64_t steps = tiles * (kPanelVectors / tile_vectors(kTileRows)) * (K / Multiply<T>::depth);
-    Ahead ahead{next, tiles > 1 && next_bytes > 0 ? next_bytes / steps + 1 : 0};
-    for (int64_t i = 0; i < tiles; i++) {
-      Range part = part_of(count, i, tiles);  // heights differ by one at most
-      int height = static_cast<int>(part.end - part.begin);
-      int64_t left_stride = stride;
-      const auto *left = left_rows(x + (rows.begin + part.begin) * stride, stride, height, K, widened, &left_stride);
-      multiply_tile(height, Tile<T>{left, left_stride, panel, K, ahead, sums + part.begin * kPanel});
-      ahead.next += ahead.bytes_per_step * (steps / tiles);
-    }
-  }
-};
-
 // A linear layer's result from its sums.
 template <class T> struct Output {
   const float *bias;
@@ -201,51 +180,66 @@ template <class T> struct Output {
   }
 };
 
-template <class T> struct Work {
-  Product<T> product;
-  int64_t panel;
-  const T *weights;       // of the panel, or of the first of two
-  int64_t size;           // numbers in a panel
-  const char *next;       // this task's share of the next task's panel, and its bytes
-  int64_t next_bytes;
-  float *sums[2];
-};
-
-template <class T> Work<T> work_of(const Phase &phase, Task task, int panels_together, Thread &thread) {
+// The rows of a task, times one panel or two of a kind side by side.
+template <class T, int panels> class Work {
   using Left = typename Multiply<T>::Left;
-  const ClOp &op = *phase.op;
-  Grid grid = grid_of(phase);
-  int64_t panel = task.index / grid.blocks, block = task.index % grid.blocks;
-  Range rows = part_of(phase.rows(), block, grid.blocks);
-  int64_t count = rows.end - rows.begin, K = op.n[0], size = panel_size<T>(K);
-  size_t sums = static_cast<size_t>(count * kPanel);
-  size_t widened = std::is_same<T, Left>::value ? 0 : static_cast<size_t>(kTileRows * K + kLanes);
-  float *memory = thread.scratch<float>(sums * panels_together + widened);
 
-  Work<T> work;
-  Left *buffer = reinterpret_cast<Left *>(memory + sums * panels_together);
-  work.product = {phase.pointer<const T>(0), op.n[2], K, rows, buffer};
-  work.panel = panel;
-  work.size = size * panels_together;
-  work.weights = phase.pointer<const T>(1) + panel * work.size;
-  bool goes_on = (panel + 1) * grid.blocks < task.end;
-  Range share = part_of(size * static_cast<int64_t>(sizeof(T)) * panels_together, block, grid.blocks);
-  work.next = reinterpret_cast<const char *>(work.weights + work.size) + share.begin;
-  work.next_bytes = goes_on ? share.end - share.begin : 0;
-  work.sums[0] = memory;
-  work.sums[1] = memory + sums;
-  return work;
-}
+ public:
+  Work(const Phase &phase, Task task, Thread &thread)
+      : x_(phase.pointer<const T>(0)), stride_(phase.op->n[2]), K_(phase.op->n[0]), size_(panel_size<T>(K_)) {
+    Grid grid = grid_of(phase);
+    int64_t panel = task.index / grid.blocks, block = task.index % grid.blocks;
+    rows_ = part_of(phase.rows(), block, grid.blocks);
+    column_ = panel * kPanel;
+    weights_ = phase.pointer<const T>(1) + panel * panels * size_;
+    bool goes_on = (panel + 1) * grid.blocks < task.end;
+    Range share = part_of(size_ * panels * static_cast<int64_t>(sizeof(T)), block, grid.blocks);
+    next_ = reinterpret_cast<const char *>(weights_ + panels * size_) + share.begin;
+    next_bytes_ = goes_on ? share.end - share.begin : 0;
+    size_t widened = std::is_same<T, Left>::value ? 0 : static_cast<size_t>(kTileRows * K_ + kLanes);
+    sums_ = thread.scratch<float>(static_cast<size_t>(panels * kTileSums) + widened);
+  }
+
+  int64_t column() const { return column_; }
+
+  // Calls finish(row, sums) for each row, `sums` [panels][kTileSums] from that row on. What `finish` does with one tile
+  // overlaps with the products of the next.
+  template <class F> void run(F &&finish) const {
+    const int64_t count = rows_.end - rows_.begin, tiles = divide_up(count, kTileRows);
+    const int64_t steps = panels * (kPanelVectors / tile_vectors(kTileRows)) * (K_ / Multiply<T>::depth);
+    Ahead ahead{next_, tiles > 1 && next_bytes_ > 0 ? next_bytes_ / (tiles * steps) + 1 : 0};
+    for (int64_t i = 0; i < tiles; i++) {
+      const Range part = part_of(count, i, tiles);  // heights differ by one at most
+      const int64_t first = rows_.begin + part.begin;
+      const int height = static_cast<int>(part.end - part.begin);
+      int64_t left_stride = stride_;
+      Left *widened = reinterpret_cast<Left *>(sums_ + panels * kTileSums);
+      const Left *left = left_rows(x_ + first * stride_, stride_, height, K_, widened, &left_stride);
+      for (int p = 0; p < panels; p++) {
+        multiply_tile(height, Tile<T>{left, left_stride, weights_ + p * size_, K_, ahead, sums_ + p * kTileSums});
+        ahead.next += ahead.bytes_per_step * (steps / panels);
+      }
+      for (int row = 0; row < height; row++) finish(first + row, sums_ + row * kPanel);
+    }
+  }
+
+ private:
+  const T *x_;
+  int64_t stride_, K_, size_;  // size: numbers in a panel
+  Range rows_;
+  int64_t column_;
+  const T *weights_;
+  const char *next_;  // this task's share of the next task's panels, and its bytes
+  int64_t next_bytes_;
+  float *sums_;
+};
 
 template <class T> void run_linear(const Phase &phase, Task task, Thread &thread) {
   const ClOp &op = *phase.op;
-  Work<T> work = work_of<T>(phase, task, 1, thread);
-  work.product.run(work.weights, work.next, work.next_bytes, work.sums[0]);
+  Work<T, 1> work(phase, task, thread);
   Output<T> output{phase.pointer<const float>(2), phase.pointer<const T>(4), phase.pointer<T>(3), op.n[1], op.n[3],
                    op.n[4]};
-  Range rows = work.product.rows;
-  for (int64_t i = rows.begin; i < rows.end; i++)
-    output.write(i, work.panel * kPanel, work.sums[0] + (i - rows.begin) * kPanel);
+  work.run([&](int64_t row, const float *sums) { output.write(row, work.column(), sums); });
 }
 
 // act(gate) * up, each rounded as the modules would that compute them one by one.
@@ -256,26 +250,19 @@ template <class T> CL_INLINE V gated(int64_t act, V gate, V up) {
 template <class T> void run_gated(const Phase &phase, Task task, Thread &thread) {
   const ClOp &op = *phase.op;
   const float *bias = phase.pointer<const float>(2);
-  Work<T> work = work_of<T>(phase, task, 2, thread);
-  const T *up = work.weights + work.size / 2;
-  const int64_t half = work.next_bytes / 2;
-  work.product.run(work.weights, work.next, half, work.sums[0]);
-  work.product.run(up, work.next + half, half, work.sums[1]);
-
-  int64_t column = work.panel * kPanel, N = op.n[1], width = std::min<int64_t>(kPanel, N - column);
-  Range rows = work.product.rows;
-  for (int64_t i = rows.begin; i < rows.end; i++) {
-    int64_t offset = (i - rows.begin) * kPanel;
-    T *out = phase.pointer<T>(3) + i * op.n[3] + column;
+  Work<T, 2> work(phase, task, thread);
+  const int64_t column = work.column(), N = op.n[1], width = std::min<int64_t>(kPanel, N - column);
+  work.run([&](int64_t row, const float *sums) {
+    T *out = phase.pointer<T>(3) + row * op.n[3] + column;
     for (int64_t j = 0; j < width; j += kLanes) {
-      V g = load(work.sums[0] + offset + j), u = load(work.sums[1] + offset + j);
+      V g = load(sums + j), u = load(sums + kTileSums + j);
       if (bias) {
         g = g + load(bias + column + j, width - j);
         u = u + load(bias + N + column + j, width - j);
       }
       store(out + j, gated<T>(op.n[4], g, u), width - j);
     }
-  }
+  });
 }
 
 Error check_sizes(const Phase &phase) {

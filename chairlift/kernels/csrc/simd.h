@@ -147,10 +147,18 @@ CL_INLINE void spread(Register &v, float x) {
 
 CL_INLINE void read(Register &v, const float *p) { memcpy(&v.r, p, sizeof v.r); }
 
+CL_INLINE Words widened(Halfwords h) {
+#if defined(CL_AVX512)
+  return (Words)_mm512_cvtepu16_epi32((__m256i)h);  // GCC would do it in halves
+#else
+  return __builtin_convertvector(h, Words);
+#endif
+}
+
 CL_INLINE Words read_halfwords(const void *p) {
   Halfwords h;
   memcpy(&h, p, sizeof h);
-  return __builtin_convertvector(h, Words);
+  return widened(h);
 }
 
 CL_INLINE void read(Register &v, const bf16 *p) { v.r = (Floats)(read_halfwords(p) << 16); }
@@ -210,7 +218,7 @@ CL_INLINE void write(f16 *p, Register v) {
 CL_INLINE Register rounded(Register v, const float *) { return v; }
 CL_INLINE Register rounded(Register v, const bf16 *) {
 #if defined(CL_AVX512_BF16)
-  return {(Floats)(__builtin_convertvector((Halfwords)_mm512_cvtneps_pbh(v.r), Words) << 16)};
+  return {(Floats)(widened((Halfwords)_mm512_cvtneps_pbh(v.r)) << 16)};
 #else
   return {(Floats)(bf16_bits(v) & 0xffff0000u)};
 #endif
