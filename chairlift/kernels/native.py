@@ -22,7 +22,7 @@ from torch import Tensor
 
 from chairlift.kernels import build
 
-ABI = 2
+ABI = 3
 ALIGNMENT = 64
 UNIT = 16  # tokens and numbers that attention takes together: pages and heads are multiples of it
 HUGE_PAGE = 2 << 20
@@ -46,6 +46,7 @@ class Code(IntEnum):
     ATTEND = 10
     SOFTCAP = 11
     ARGMAX = 12
+    LARGEST = 13
 
 
 class Rows(IntEnum):
@@ -446,6 +447,18 @@ class Native:
         columns, largest = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
         self._eager(argmax(rows, columns, largest), len(rows))
         return columns, largest
+
+    def largest(self, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """x [rows, width] -> its `count` (at most 1024) largest numbers, float32, largest first, and their columns,
+        int64, of equal numbers the first ones. [rows, count] each. A row with a NaN in it has NaN as its first."""
+        rows = _rows(x)
+        values, columns = torch.empty(len(rows), count), torch.empty(len(rows), count, dtype=torch.int64)
+        pointers, numbers = (
+            (rows.data_ptr(), values.data_ptr(), columns.data_ptr()),
+            (rows.shape[1], rows.stride(0), count),
+        )
+        self._eager(operation(Code.LARGEST, rows.dtype, pointers, numbers), len(rows))
+        return values, columns
 
     def _eager(self, op: ClOp, num_rows: int) -> None:
         self.run(op, 1, ClStep(num_tokens=num_rows))

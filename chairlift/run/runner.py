@@ -99,7 +99,7 @@ class ModelRunner:
         ]
         max_blocks = -(-(config.max_sequence_length + 1) // layout.page_size) + 1
         self._slots = SlotState(num_slots + 1, len(layout.groups), max_blocks)
-        self._sampler = Sampler(self._num_logits(), num_slots, shadow.device)
+        self._sampler = Sampler(self._num_logits(), num_slots, shadow.device, shadow.ops.native)
         self._last_token = np.zeros(num_slots, np.int64)
         self._scratch = Scratch()
         tables = self._slots.tables

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from chairlift.kernels import Native
 from chairlift.sample.tensors import pick, to_device
 
 _CHUNK = 128  # entries that the first level of the draw sums up
@@ -32,7 +33,12 @@ class Candidates(NamedTuple):
     ids: Tensor | None  # [len(rows), width] int64, ascending; None: the columns are the token ids
 
 
-def candidates(logits: Tensor, k: NDArray[np.int64]) -> Iterator[Candidates]:
+def are_short(k: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which rows `candidates` will try to cut; k: as there."""
+    return (k > 0) & (k < _SHORTLISTS[-1])
+
+
+def candidates(logits: Tensor, k: NDArray[np.int64], kernels: Native | None = None) -> Iterator[Candidates]:
     """Cut rows with a small top_k down to their largest logits, so that all that follows looks at few tokens.
 
     logits: [num_rows, vocab]; k: [num_rows], 0 for all tokens. Whether a row is cut, and to which width, depends on
@@ -40,11 +46,12 @@ def candidates(logits: Tensor, k: NDArray[np.int64]) -> Iterator[Candidates]:
     are, it takes whole rows.
     """
     whole = np.full(len(k), True)
-    for least, width in zip((0, *_SHORTLISTS), _SHORTLISTS, strict=False):
-        fitting = np.flatnonzero((k > 0) & (k >= least) & (k < width))
+    for width in _SHORTLISTS:
+        fitting = np.flatnonzero(whole & (k > 0) & (k < width))
         if not len(fitting) or width >= logits.shape[-1] or not logits.is_cpu:
             continue
-        largest, ids = pick(logits, fitting).topk(width, dim=-1)
+        part = pick(logits, fitting)
+        largest, ids = part.topk(width, dim=-1) if kernels is None else kernels.largest(part, width)
         floor = largest.gather(1, to_device(k[fitting] - 1, logits.device)[:, None])
         clear = np.flatnonzero((largest[:, -1:] < floor).numpy())
         if len(clear):

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from chairlift.errors import ChairliftError
+from chairlift.kernels import Native
 from chairlift.params import SamplingParams
 from chairlift.sample import filters
 from chairlift.sample.penalties import SeenTokens, Transcript
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # Rows are taken in parts: what is made of them stays in the caches of a CPU, and is small beside a GPU's memory.
 _CPU_PART, _GPU_PART = 1 << 18, 1 << 27  # logits: for each thread; at a time
+_SHORT_ROWS = 4  # times as many rows where all are soon cut down to a few logits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +96,12 @@ _NO_TOKEN = "no token can be chosen: the logits hold a NaN or an infinity, or ev
 class Sampler:
     """Samples for up to `num_slots` sequences at a time; each has been given a slot by `seat`."""
 
-    def __init__(self, vocab_size: int, num_slots: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, vocab_size: int, num_slots: int, device: torch.device | str = "cpu", kernels: Native | None = None
+    ) -> None:
+        """`kernels`: for logits on a CPU, where there are any."""
         self._vocab_size = vocab_size
+        self._kernels = kernels
         self._device = torch.device(device)
         self._table = SlotTable(num_slots)
         self._special: set[int] = set()  # slots that need more than their largest logit
@@ -158,6 +164,8 @@ class Sampler:
         where = np.asarray(positions, np.int64)
         rows = self._table.rows(slots, where)
         step = _rows_at_a_time(logits)
+        if self._kernels is not None and filters.are_short(rows["top_k"]).all():
+            step *= _SHORT_ROWS
         parts = [
             self._sample_part(
                 logits[at : at + step], slots[at : at + step], rows[at : at + step], where[at : at + step]
@@ -201,7 +209,7 @@ class Sampler:
                 choices.append(_most_likely(work[greedy], pick(edited, greedy)))
             if len(drawn):
                 index = work[drawn]
-                choices += _drawn(index, pick(edited, drawn), rows[index], positions[index])
+                choices += _drawn(index, pick(edited, drawn), rows[index], positions[index], self._kernels)
         tokens, valid = _assembled(choices)
         self._remember(tokens, slots, rows)
         scored = [each for choice in choices for each in _scored(choice, logits, rows)]
@@ -337,11 +345,15 @@ def _most_likely(index: NDArray[np.intp], logits: Tensor) -> _Choice:
 
 
 def _drawn(
-    index: NDArray[np.intp], logits: Tensor, rows: NDArray[Any], positions: NDArray[np.int64]
+    index: NDArray[np.intp],
+    logits: Tensor,
+    rows: NDArray[Any],
+    positions: NDArray[np.int64],
+    kernels: Native | None,
 ) -> Iterator[_Choice]:
     """Temperature, the filters in the order of `generate`, and the draw."""
     noise = uniforms(rows["key"], positions)
-    for some, part, ids in filters.candidates(logits, rows["top_k"]):
+    for some, part, ids in filters.candidates(logits, rows["top_k"], kernels):
         records = rows[some]
         z = filters.centred(part, to_device(records["temperature"], part.device))
         for feature, column, keep in _FILTERS:

@@ -198,6 +198,25 @@ def test_argmax_is_the_first_of_the_largest(kernels: Native, dtype: torch.dtype,
         assert kernels.argmax(x)[1].isnan().nonzero().tolist() == [[4]]
 
 
+@pytest.mark.parametrize(
+    ("width", "count"), [(1, 1), (5, 5), (64, 64), (300, 64), (1025, 256), (5000, 1024), (49152, 64)]
+)
+def test_largest(kernels: Native, dtype: torch.dtype, width: int, count: int) -> None:
+    x = torch.randn(9, width + 3).to(dtype)[:, 1 : width + 1]
+    x[1], x[2] = 0.0, -torch.inf
+    x[3, count // 2 :] = -torch.inf
+    x[4, -1] = torch.inf
+    x[5] = (x[5] * 2).round()
+    values, columns = kernels.largest(x, count)
+    expected = [sorted(range(width), key=lambda i, row=row: (-row[i], i))[:count] for row in x.tolist()]  # type: ignore[misc]
+    assert columns.tolist() == expected
+    assert torch.equal(values, x.float().gather(1, columns))
+    x[6, width // 2] = torch.nan
+    values, columns = kernels.largest(x[6:8], count)
+    assert values[0, 0].isnan()
+    assert columns[1].tolist() == expected[7]
+
+
 def test_embed_and_gather(kernels: Native, dtype: torch.dtype) -> None:
     table, ids = torch.randn(50, 77).to(dtype), torch.tensor([3, 49, 0, 3, 7])
     assert same(kernels.embed(table, ids), table[ids])

@@ -14,7 +14,7 @@ extern "C" {
 #endif
 #pragma GCC visibility push(default)  // nothing else leaves the library
 
-#define CL_ABI 2
+#define CL_ABI 3
 
 enum ClType { CL_F32 = 0, CL_BF16 = 1, CL_F16 = 2 };
 
@@ -35,6 +35,7 @@ enum ClCode {
   CL_ATTEND = 10,     // causal attention of the queries over the pages
   CL_SOFTCAP = 11,    // out = cap * tanh(x / cap)
   CL_ARGMAX = 12,     // out[t] = the first column of the largest number of x[t]
+  CL_LARGEST = 13,    // out[t] = the largest numbers of x[t] and their columns
 };
 
 enum ClAct { CL_NONE = 0, CL_SILU = 1, CL_GELU_TANH = 2, CL_GELU = 3, CL_RELU = 4 };
@@ -72,6 +73,9 @@ enum ClNormFlags {
 // CL_SOFTCAP     p: x, out                                   n: width, x_stride, out_stride               f: cap
 // CL_ARGMAX      p: x, columns, largest                      n: width (at most 2^24), x_stride
 //                columns is int64 and largest float32, one of each per row. If a row holds NaN, its largest is NaN.
+// CL_LARGEST     p: x, values, columns                       n: width, x_stride, count (at most width and 1024)
+//                values is float32 [rows, count], largest first, columns int64 [rows, count]: of equal numbers the first
+//                ones, in order. If a row holds NaN, its first value is NaN.
 typedef struct {
   int32_t code;
   int32_t type;

@@ -1,6 +1,9 @@
 // What is computed row by row and element by element: CL_EMBED, CL_GATHER, CL_ADD, CL_SCALE, CL_NORM, CL_ADD_NORM,
-// CL_ACT, CL_SOFTCAP, CL_ARGMAX. Arithmetic is in float32 and rounded where PyTorch's modules round.
+// CL_ACT, CL_SOFTCAP, CL_ARGMAX, CL_LARGEST.
+// Arithmetic is in float32 and rounded where PyTorch's modules round.
 #include <algorithm>
+#include <functional>
+#include <type_traits>
 
 #include "activation.h"
 #include "runtime.h"
@@ -151,6 +154,98 @@ template <class T> struct Argmax {
   }
 };
 
+// The largest numbers of a row. Its vectors are dealt out to kGroups groups, lane by lane; that many lanes hold a number
+// at least as large as the `count`-th largest of the lanes' maxima, and all larger ones are in these lanes.
+constexpr int64_t kGroups = 64;
+
+template <class T> class Largest {
+ public:
+  static void run(const Phase &phase, Task task, Thread &thread) {
+    const ClOp &op = *phase.op;
+    const int64_t width = op.n[0], count = op.n[2];
+    Largest largest{count, width, thread.scratch<Entry>(static_cast<size_t>(width + 2 * kGroups * kLanes))};
+    Range rows = rows_of(phase, task);
+    for (int64_t row = rows.begin; row < rows.end; row++)
+      largest.take(phase.pointer<const T>(0) + row * op.n[1], phase.pointer<float>(1) + row * count,
+                   phase.pointer<int64_t>(2) + row * count);
+  }
+
+ private:
+  struct Entry {
+    float value;
+    int32_t column;
+    bool operator<(const Entry &other) const {  // which comes first
+      return value > other.value || (value == other.value && column < other.column);
+    }
+  };
+
+  Largest(int64_t count, int64_t width, Entry *memory)
+      : count_(count), width_(width), most_(reinterpret_cast<float *>(memory)), ordered_(most_ + kGroups * kLanes),
+        entries_(memory + kGroups * kLanes) {}
+
+  void take(const T *x, float *values, int64_t *columns) {
+    const float nan = find_most(x), bound = bound_of();
+    int64_t found = 0;
+    for (int64_t lane = 0; lane < kGroups * kLanes; lane++)
+      if (most_[lane] >= bound && most_[lane] > -INFINITY)
+        for (int64_t i = lane; i < width_; i += kGroups * kLanes) found = add(x, i, bound, found);
+    for (int64_t i = 0; found < count_; i++)  // a row with few numbers above -infinity, none of which is missing
+      if (!(value_of(x, i) > -INFINITY)) entries_[found++] = {-INFINITY, static_cast<int32_t>(i)};
+    std::partial_sort(entries_, entries_ + count_, entries_ + found);
+    for (int64_t i = 0; i < count_; i++) {
+      values[i] = entries_[i].value;
+      columns[i] = entries_[i].column;
+    }
+    values[0] += nan;
+  }
+
+  // The largest number of each lane. Returns NaN if there is one in the row, else 0.
+  float find_most(const T *x) {
+    for (int64_t i = 0; i < kGroups * kLanes; i += kLanes) store(most_ + i, all(-INFINITY));
+    V nan = zero();
+    for (int64_t i = 0; i < width_; i += kLanes) {
+      V v = first(width_ - i, load(x + i, width_ - i), all(-INFINITY));
+      float *most = most_ + i % (kGroups * kLanes);
+      store(most, max(v, load(most)));
+      nan = nan_or(v, nan);
+    }
+    return sum_of(nan);
+  }
+
+  float bound_of() {
+    std::copy(most_, most_ + kGroups * kLanes, ordered_);
+    std::nth_element(ordered_, ordered_ + count_ - 1, ordered_ + kGroups * kLanes, std::greater<float>());
+    return ordered_[count_ - 1];
+  }
+
+  static float value_of(const T *x, int64_t i) {
+    if constexpr (std::is_same<T, float>::value) return x[i];
+    alignas(64) float lanes[kLanes];
+    store(lanes, load(x + i, 1));
+    return lanes[0];
+  }
+
+  int64_t add(const T *x, int64_t i, float bound, int64_t found) {
+    const float value = value_of(x, i);
+    if (value >= bound && value > -INFINITY) entries_[found++] = {value, static_cast<int32_t>(i)};
+    return found;
+  }
+
+  int64_t count_, width_;
+  float *most_, *ordered_;
+  Entry *entries_;
+};
+
+void largest(const Phase &phase, Task task, Thread &thread) {
+  with_type(phase.op->type, [&](auto type) { Largest<decltype(type)>::run(phase, task, thread); });
+}
+
+Error check_largest(const Phase &phase) {
+  if (Error error = check_pointers<3>(phase)) return error;
+  const int64_t width = phase.op->n[0], count = phase.op->n[2];
+  return count > 0 && count <= std::min(width, kGroups * kLanes) && width <= 1 << 24 ? kOk : kBadSize;
+}
+
 Error check_argmax(const Phase &phase) {
   if (Error error = check_pointers<3>(phase)) return error;
   return phase.op->n[0] <= 1 << 24 ? kOk : kBadSize;
@@ -254,6 +349,7 @@ const Kernel kNorm = {check_norm, split_rows, run_typed<RunNorm>};
 const Kernel kAddNorm = {check_add_norm, split_rows, run_typed<RunAddNorm>};
 const Kernel kAct = {check_act, split_blocks, run_typed<Act>};
 const Kernel kSoftcap = {check_pointers<2>, split_blocks, run_typed<Softcap>};
+const Kernel kLargest = {check_largest, split_rows, largest};
 const Kernel kArgmax = {check_argmax, split_rows, run_typed<Argmax>};
 
 }  // namespace cl

@@ -43,6 +43,7 @@ const Kernel *kernel_of(int32_t code) {
     case CL_ATTEND: return &kAttend;
     case CL_SOFTCAP: return &kSoftcap;
     case CL_ARGMAX: return &kArgmax;
+    case CL_LARGEST: return &kLargest;
     default: return nullptr;
   }
 }

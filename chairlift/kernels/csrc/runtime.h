@@ -77,7 +77,7 @@ struct Kernel {
 };
 
 // elementwise.cpp
-extern const Kernel kEmbed, kGather, kAdd, kScale, kNorm, kAddNorm, kAct, kSoftcap, kArgmax;
+extern const Kernel kEmbed, kGather, kAdd, kScale, kNorm, kAddNorm, kAct, kSoftcap, kArgmax, kLargest;
 // gemm.cpp
 extern const Kernel kLinear, kGated;
 // attention.cpp

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from chairlift.errors import ChairliftError
+from chairlift.kernels.native import native
 from chairlift.params import SamplingDefaults
 from chairlift.sample import Sampler, filters
 from chairlift.sample import sampler as sampler_module
@@ -63,6 +64,28 @@ def test_rows_whose_best_is_known_give_the_same():
         assert with_best.faults.keys() == without.faults.keys() == {1, 2}
         assert [with_best.tokens[i] for i in (0, 3)] == [without.tokens[i] for i in (0, 3)]
     assert with_best.tokens[3] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_change_nothing(dtype):
+    vocab, count = 5003, 24
+    logits = rows(count, vocab, dtype)
+    logits[::3] = logits[::3].round()  # ties, also at the edge of the shortlist
+    logits[4, 9], logits[5], logits[6, 20:], logits[7] = torch.nan, -torch.inf, -torch.inf, 1.0
+    requests = [
+        params(vocab, temperature=0.7, top_k=(1, 20, 50, 64, 200, 0)[i % 6], seed=i, logprobs=3) for i in range(count)
+    ]
+    results = []
+    for kernels in (None, native()):
+        sampler = Sampler(vocab, count, "cpu", kernels)
+        for slot, request in enumerate(requests):
+            sampler.seat(slot, (5, 6, 7), 3, request, slot)
+        results.append(sampler.sample(logits, list(range(count)), [3] * count).to_host())
+    expected, got = results
+    assert got.faults.keys() == expected.faults.keys() == {4, 5}
+    for row in set(range(count)) - {4, 5}:
+        assert got.tokens[row] == expected.tokens[row]
+        assert math.isclose(got.logprobs[row], expected.logprobs[row], rel_tol=1e-5)  # which equals go beyond the edge
 
 
 def test_temperatures_of_all_kinds_in_one_batch():
