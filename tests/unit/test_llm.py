@@ -1,6 +1,7 @@
 """Text in, text out: what `LLM` adds to the engine, on a tiny random model with a real tokenizer."""
 
 import gc
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from chairlift import LLM, ConfigError, ContinuousBatchingConfig, EngineDeadError, InvalidRequestError
+from chairlift.params import Grammar
 from tests.server import toy
 
 PROMPTS = ["The quick brown", "你好世界", "system user", '{"name":']
@@ -91,6 +93,14 @@ def test_the_text_ends_before_a_stop_string(llm: LLM) -> None:
     (cut,) = llm.generate(PROMPTS[0], max_new_tokens=60, temperature=1.0, seed=3, stop_strings=[stop])
     assert cut.text == free[: free.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+
+
+def test_a_grammar_and_a_deadline_reach_the_engine(llm: LLM) -> None:
+    (answer,) = llm.generate(PROMPTS[0], grammar=Grammar(kind="regex", source="[ab]{3}x"), temperature=1.0, seed=1)
+    assert re.fullmatch("[ab]{3}x", answer.text)
+    assert "".join(llm.stream(PROMPTS[0], grammar=Grammar(kind="choice", source=("yes", "no")))) in ("yes", "no")
+    (late,) = llm.generate(PROMPTS[0], ignore_eos=True, deadline_s=1e-6)
+    assert (late.finish_reason, late.first_token_seconds) == ("timeout", None)
 
 
 def test_several_answers_to_one_prompt_stand_side_by_side(llm: LLM) -> None:
