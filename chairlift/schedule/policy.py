@@ -1,6 +1,6 @@
 """Who is next and who gives way: the choices of scheduling, apart from its mechanics.
 
-A policy only looks and counts; it changes no sequence and allocates nothing. One object serves one engine.
+A policy only looks and counts; it changes no sequence and allocates nothing. One object serves one engine at a time.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -82,6 +82,8 @@ class Priority(Fifo):
         return seq.request.priority, seq.serial
 
     def waits(self, seq: Sequence, waiting: Waiting) -> None:
+        if not waiting:
+            self._queue = _ByPriority()
         self._queue.add(seq, waiting)
 
 

@@ -172,6 +172,19 @@ def test_those_who_left_unseen_are_forgotten() -> None:
         assert size_of(policy) < 1000
 
 
+@pytest.mark.parametrize("policy", [Priority(), FairShare()])
+def test_a_policy_may_serve_one_engine_after_another(policy: Policy) -> None:
+    """As the object of a config does that is used twice. Serials start over with each engine."""
+    for priorities in ([5, 4, 3], [0, 1, 2]):
+        waiting: OrderedDict[int, Sequence] = OrderedDict()
+        for serial, priority in enumerate(priorities):
+            seq = sequence(serial, "t", priority)
+            policy.waits(seq, waiting)
+            waiting[serial] = seq
+        assert policy.select(waiting).request.priority == min(priorities)
+        assert policy.select(waiting).serial == priorities.index(min(priorities))
+
+
 def size_of(policy: Any) -> int:
     if isinstance(policy, Priority):
         return len(policy._queue._heap)

@@ -169,7 +169,7 @@ SENSE = {
     "max_memory_percent": [None, 0.001, 1, 1.0],
     "max_batch_tokens": [None, 1],
     "max_requests_per_batch": [None, 1],
-    "scheduler_type": ["fifo", "prefill_first", Fifo(), NewestFirst()],
+    "scheduler_type": ["fifo", "prefill_first", "priority", "fair_share", Fifo(), NewestFirst()],
     "safety_margin": [None, 0, 0.0, 1, 1.0],
     "logprobs_mode": ["processed", "raw"],
     "use_cuda_graph": [None, True, False, (True, False), [False, True]],
@@ -193,7 +193,9 @@ def test_the_edges_of_sense_are_accepted(name: str, value: object) -> None:
 
 
 def test_an_unknown_scheduler_is_told_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"scheduler_type='lifo' .*fifo, prefill_first.*policy object"):
+    with pytest.raises(
+        ConfigError, match=r"scheduler_type='lifo' .*fifo, prefill_first, priority, fair_share.*policy object"
+    ):
         ContinuousBatchingConfig(scheduler_type="lifo")
 
 
@@ -452,7 +454,14 @@ def test_the_longest_request_is_the_longest_that_the_layout_fits(
 
 @pytest.mark.parametrize(
     ("scheduler", "margin"),
-    [("fifo", 0.15), ("prefill_first", 0.0), (NewestFirst(), 0.15), (PrefillFirst(), 0.0)],
+    [
+        ("fifo", 0.15),
+        ("prefill_first", 0.0),
+        ("priority", 0.15),
+        ("fair_share", 0.15),
+        (NewestFirst(), 0.15),
+        (PrefillFirst(), 0.0),
+    ],
 )
 def test_the_safety_margin_follows_the_scheduler(scheduler: object, margin: float) -> None:
     r = resolved(ContinuousBatchingConfig(scheduler_type=scheduler))
