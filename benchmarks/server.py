@@ -9,9 +9,10 @@ requests come all at once, the others one by one as streams end.
 """
 
 import argparse
-import asyncio
 import json
 import random
+import selectors
+import socket
 import statistics
 import subprocess
 import sys
@@ -92,52 +93,71 @@ def serve(dtype: str) -> None:
 # ---------------------------------------------------------------------- this process
 
 
-async def post(host: str, port: int, path: str, body: Any, method: str = "POST") -> Any:
+def call(address: tuple[str, int], method: str, path: str, body: Any = None) -> Any:
     """One request on a connection of its own; its whole answer."""
-    reader, writer = await asyncio.open_connection(host, port)
-    writer.write(_request(method, path, body))
-    answer = await reader.read()
-    writer.close()
+    with socket.create_connection(address) as connection:
+        connection.sendall(_request(method, path, body, "Connection: close\r\n"))
+        answer = b"".join(iter(lambda: connection.recv(1 << 20), b""))
     return json.loads(answer.split(b"\r\n\r\n", 1)[1])
 
 
-def _request(method: str, path: str, body: Any, close: bool = True) -> bytes:
+def _request(method: str, path: str, body: Any, headers: str = "") -> bytes:
     content = json.dumps(body).encode()
-    head = (
-        f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-    )
-    return head.encode() + (b"Connection: close\r\n" if close else b"") + b"\r\n" + content
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n{headers}"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-async def stream(host: str, port: int, waiting: list[Work], first: dict[tuple[int, ...], float]) -> None:
-    """Answer after answer on one connection, while there is work; notes how long each first event took."""
-    reader, writer = await asyncio.open_connection(host, port, limit=1 << 20)
-    while waiting:
-        work = waiting.pop(0)
+class Stream:
+    """A connection on which answer follows answer while there is work; it looks at next to nothing of what it reads."""
+
+    def __init__(self, address: tuple[str, int], waiting: list[Work], first: dict[tuple[int, ...], float]) -> None:
+        self.connection = socket.create_connection(address)
+        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._waiting = waiting
+        self._first = first
+
+    def ask(self) -> bool:
+        """Send the next request, if there is one."""
+        if not self._waiting:
+            self.connection.close()
+            return False
+        self._work = work = self._waiting.pop(0)
         body = {"prompt": work.prompt, "max_tokens": work.count, "ignore_eos": True, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}}
-        begin = time.perf_counter()
-        writer.write(_request("POST", "/v1/completions", body, close=False))
-        seen = b""
-        while b"[DONE]" not in seen:
-            piece = await reader.read(1 << 16)
-            assert piece, "the server closed the connection"
-            if b"data: " in piece and tuple(work.prompt[:8]) not in first:
-                first[tuple(work.prompt[:8])] = time.perf_counter() - begin
-            seen = seen[-2000:] + piece
-        assert f'"completion_tokens":{work.count}'.encode() in seen
-        while not seen.endswith(b"0\r\n\r\n"):
-            seen += await reader.read(1 << 16)
-    writer.close()
+        self._tail, self._begin = b"", time.perf_counter()
+        self.connection.sendall(_request("POST", "/v1/completions", body))
+        return True
+
+    def read(self) -> bool:
+        """Take what has come; True at the end of the answer."""
+        piece = self.connection.recv(1 << 16)
+        assert piece, "the server closed the connection"
+        if b"data: " in piece:
+            self._first.setdefault(tuple(self._work.prompt[:8]), time.perf_counter() - self._begin)
+        self._tail = self._tail[-1000:] + piece
+        if not self._tail.endswith(b"\r\n0\r\n\r\n"):
+            return False
+        assert f'"completion_tokens":{self._work.count}'.encode() in self._tail
+        return True
 
 
-async def through_http(host: str, port: int, requests: Sequence[Work]) -> tuple[float, list[float]]:
+def through_http(address: tuple[str, int], requests: Sequence[Work]) -> tuple[float, list[float]]:
     """Seconds for all requests, and seconds that HTTP added to each one's first token, in order."""
     waiting, first = list(requests), dict[tuple[int, ...], float]()
     begin = time.perf_counter()
-    await asyncio.gather(*(stream(host, port, waiting, first) for _ in range(STREAMS)))
+    with selectors.DefaultSelector() as selector:
+        for _ in range(min(STREAMS, len(requests))):
+            opened = Stream(address, waiting, first)
+            opened.ask()
+            selector.register(opened.connection, selectors.EVENT_READ, opened)
+        while selector.get_map():
+            for key, _ in selector.select():
+                if key.data.read():
+                    selector.unregister(key.fileobj)
+                    if key.data.ask():
+                        selector.register(key.fileobj, selectors.EVENT_READ, key.data)
     seconds = time.perf_counter() - begin
-    own = {tuple(key): value for key, value in await post(host, port, "/bench/times", None, "GET")}
+    own = {tuple(key): value for key, value in call(address, "GET", "/bench/times")}
     keys = [tuple(work.prompt[:8]) for work in requests]
     return seconds, [first[key] - own[key] for key in keys]
 
@@ -162,23 +182,23 @@ def main() -> None:
         assert server.stdout is not None
         host, port = server.stdout.readline().strip().removeprefix("http://").split(":")
         try:
-            asyncio.run(measure(host, int(port), args))
+            measure((host, int(port)), args)
         finally:
             server.terminate()
 
 
-async def measure(host: str, port: int, args: argparse.Namespace) -> None:
+def measure(address: tuple[str, int], args: argparse.Namespace) -> None:
     """Offline and over HTTP in turns; prints and records."""
     results: dict[str, list[float]] = {"offline": [], "http": []}
     burst: list[float] = []
     steady: list[float] = []
-    await through_http(host, port, works(8, seed=-1))  # both know the way
+    through_http(address, works(8, seed=-1))  # both know the way
     for number in range(args.rounds):
         requests = works(args.requests, seed=number)
         tokens = sum(work.count for work in requests)
-        seconds = await post(host, port, "/bench/offline", [(work.prompt, work.count) for work in requests])
+        seconds = call(address, "POST", "/bench/offline", [(work.prompt, work.count) for work in requests])
         results["offline"].append(tokens / seconds)
-        seconds, added = await through_http(host, port, requests)
+        seconds, added = through_http(address, requests)
         results["http"].append(tokens / seconds)
         burst += added[:STREAMS]
         steady += added[STREAMS:]

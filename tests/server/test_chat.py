@@ -16,13 +16,13 @@ async def test_the_prompt_is_the_chat_templates(client: openai.AsyncOpenAI, engi
     manager, tokenizer = engine
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
-        {"role": "user", "content": [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]},
+        {"role": "user", "content": [{"type": "text", "text": "Good "}, {"type": "text", "text": "day"}]},
         {"role": "assistant", "content": "Hi", "refusal": None},
         {"role": "user", "content": "again"},
     ]
     plain = [
         {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "Hello"},
+        {"role": "user", "content": "Good day"},
         {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "again"},
     ]
