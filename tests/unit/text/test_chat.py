@@ -68,7 +68,7 @@ def test_the_template_of_the_tokenizer_or_another() -> None:
 
 
 def test_content_in_parts_is_one_text() -> None:
-    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    parts = [{"type": "text", "text": "He"}, {"type": "text", "text": "llo"}]
     assert prompt(PLAIN, [{"role": "user", "content": parts}]) == "[user]Hello[assistant]"
     assert prompt(PLAIN, [{"role": "assistant", "content": None}]) == "[assistant][assistant]"
 

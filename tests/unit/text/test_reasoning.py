@@ -30,7 +30,7 @@ def split(chunks: Sequence[str], *, opened: bool) -> list[Piece]:
         ("<think>\n\n</think>\n\nYes.", False, "", "Yes."),
         ("Yes <think>no</think>", False, "", "Yes <think>no</think>"),
         ("Hm. a < b", True, "Hm. a < b", ""),
-        ("<think>Hm. </thi", False, "Hm. </thi", ""),
+        ("<think>Hm. </think", False, "Hm. </think", ""),
         ("<thin", False, "", "<thin"),
         ("<think>a</think>b</think>c", False, "a", "b</think>c"),
         ("", True, "", ""),
