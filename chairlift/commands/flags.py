@@ -41,8 +41,9 @@ def _flags_of(info: StructTypeInfo) -> StructConstructorSpec | None:
     if config not in (ContinuousBatchingConfig, WorkloadHints):
         return None
     hints = get_type_hints(config)
+    start = info.default if isinstance(info.default, config) else config()
     flags = [
-        StructFieldSpec(name=field.name, type=kind, default=field.default, helptext=field.metadata["help"])
+        StructFieldSpec(name=field.name, type=kind, default=getattr(start, field.name), helptext=field.metadata["help"])
         for field in dataclasses.fields(config)
         if (kind := _typed(hints[field.name])) is not None
     ]

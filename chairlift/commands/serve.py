@@ -2,13 +2,19 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction
 
 from chairlift.commands.flags import Engine, UsageError, needs, served_name
+from chairlift.config import ContinuousBatchingConfig
+
+if TYPE_CHECKING:
+    from chairlift.server.tracing import Tracing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +43,13 @@ class Serve:
     """TLS certificate; serves HTTPS."""
     ssl_keyfile: Path | None = None
     """Key of the certificate."""
+    trace: bool = False
+    """Send an OpenTelemetry span of each request to the endpoint that OTEL_EXPORTER_OTLP_ENDPOINT names."""
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning"
     """Of the HTTP server."""
-    engine: OmitArgPrefixes[Engine] = Engine()  # noqa: RUF009 - it is frozen
+    engine: OmitArgPrefixes[Engine] = Engine(  # noqa: RUF009 - it is frozen
+        config=ContinuousBatchingConfig(scheduler_type="fair_share")  # fifo, where there is one key and no priority
+    )
 
     def __call__(self) -> int:
         with needs("server"):
@@ -53,7 +63,7 @@ class Serve:
         }
         name = self.served_model_name or served_name(self.model)
         environment = os.environ.get("CHAIRLIFT_API_KEY")
-        with self.engine.open(self.model) as llm:
+        with self._tracing(name) as tracing, self.engine.open(self.model) as llm:
             app = create_app(
                 llm.manager,
                 llm.tokenizer,
@@ -62,6 +72,7 @@ class Serve:
                 cors_origins=self.cors_origin,
                 max_body_bytes=int(self.max_body_mib * (1 << 20)),
                 chat_template=template,
+                tracing=tracing,
             )
             serve(
                 app,
@@ -73,6 +84,20 @@ class Serve:
                 **tls,
             )
         return 0
+
+    @contextmanager
+    def _tracing(self, model_name: str) -> "Iterator[Tracing | None]":
+        """Ended only after the engine, whose last requests are told of, too."""
+        if not self.trace:
+            yield None
+            return
+        from chairlift.server.tracing import Tracing, connect
+
+        tracing = Tracing(connect(), model_name)
+        try:
+            yield tracing
+        finally:
+            tracing.close()
 
 
 def _read(file: Path) -> str:

@@ -1,26 +1,69 @@
 """`chairlift serve` in a process, `chairlift bench` against it and offline."""
 
+import gzip
 import json
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
 
 from chairlift.cli import main
-from tests.cli.conftest import WAIT, Start
+from tests.cli.conftest import ENVIRONMENT, WAIT, Start
 
 ENGINE = ("--page-size", "16", "--num-blocks", "2048")
 LOAD = ("--num-requests", "12", "--prompt-words", "20", "--shared-words", "10", "--max-tokens", "7")
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes spans, as OTLP over HTTP brings them."""
+
+    bodies: ClassVar[list[bytes]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.bodies.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *message: object) -> None:
+        pass
+
+
+@pytest.fixture
+def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
+    """What a collector of traces has got, whose address is in the environment."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        monkeypatch.setitem(ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        yield Collector.bodies
+        server.shutdown()
+        thread.join()
+    Collector.bodies.clear()
 
 
 @pytest.fixture
 def url(start: Start, folder: str) -> Iterator[str]:
     """A server with a key; it ends well when it is told to."""
     process = start("serve", folder, *ENGINE, "--port", "0", "--api-key", "secret", "--served-model-name", "lift")
+    yield from serving(process)
+
+
+@pytest.fixture
+def traced_url(start: Start, folder: str, spans: list[bytes]) -> Iterator[str]:
+    """A server that sends traces; they are there once it has ended."""
+    process = start("serve", folder, *ENGINE, "--port", "0", "--trace", "--served-model-name", "lift")
+    yield from serving(process)
+    assert any(b"gen_ai.usage.output_tokens" in body and b"chat lift" in body for body in spans)
+
+
+def serving(process: Any) -> Iterator[str]:
     said = b""
     while not (match := re.search(rb"lift is served at (http://127\.0\.0\.1:\d+)\n", said)):
         line = process.stderr.readline()
@@ -51,6 +94,15 @@ def test_a_server_and_a_load_on_it(url: str, tmp_path: Path, capsys: pytest.Capt
     assert main(["bench", "--url", url, "--api-key", "wrong", "--num-requests", "2"]) == 1
     assert main(["bench", "lift", "--url", url, "--api-key", "wrong", "--num-requests", "2"]) == 1
     assert "failed: 401" in capsys.readouterr().out
+
+
+def test_a_server_with_traces_and_priorities(traced_url: str) -> None:
+    """What is traced is asserted once the server has ended. A priority means something without any flag."""
+    client = openai.OpenAI(base_url=f"{traced_url}/v1", api_key="any", max_retries=0)
+    answer = client.chat.completions.create(
+        model="lift", messages=[{"role": "user", "content": "Hi"}], max_tokens=5, extra_body={"priority": -1}
+    )
+    assert answer.choices[0].finish_reason == "length"
 
 
 def check(result: dict[str, Any], requests: int, tokens: int) -> None:
