@@ -77,14 +77,20 @@ class Call(Generic[Item]):
         self,
         inputs: Sequence[Sequence[int]],
         sampling: Mapping[str, Any],
+        name: str,
         make: Callable[[int, GenerationOutput], Item],
         streaming: bool,
     ) -> None:
-        """Queue the requests of all inputs. `make(choice, output)` gives the items, on the callback thread. Raises what
-        the manager raises, and `ApiError` 503 once that has been told to stop."""
+        """Queue the requests of all inputs; a single one is called `name`. `make(choice, output)` gives the items, on
+        the callback thread. Raises what the manager raises, and `ApiError` 503 once that has been told to stop."""
         self._make = make
         families = self._manager.submit(
-            inputs, sampling, streaming=streaming, record_timestamps=True, handler=self._arrive
+            inputs,
+            sampling,
+            request_id=name if len(inputs) == 1 else None,
+            streaming=streaming,
+            record_timestamps=True,
+            handler=self._arrive,
         )
         if not families:
             raise shutting_down()

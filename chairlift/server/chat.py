@@ -89,7 +89,8 @@ class Chat:
     """The shape of one answer of /v1/chat/completions."""
 
     def __init__(self, model: str, turn: Turn, body: ChatBody) -> None:
-        self._base = {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "", "created": int(time.time()), "model": model}
+        self.id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._base = {"id": self.id, "object": "", "created": int(time.time()), "model": model}
         self._vocabulary = turn.vocabulary
         self._num_choices = body.n or 1
         self._wants_logprobs = bool(body.logprobs)

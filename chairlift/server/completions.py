@@ -47,8 +47,9 @@ class Completion:
     """The shape of one answer of /v1/completions. `echoes`: the text of each prompt, if it is to be repeated."""
 
     def __init__(self, model: str, vocabulary: Vocabulary, body: CompletionBody, echoes: Sequence[str]) -> None:
+        self.id = f"cmpl-{uuid.uuid4().hex}"
         self._base = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
+            "id": self.id,
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,

@@ -368,7 +368,8 @@ class ResponseShape:
         self._wants_logprobs = body.wants_logprobs
         self._items = Items()
         self._num_reasoning = 0
-        self._response = _echo(model, body)
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._response = _echo(self.id, model, body)
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         """The unstreamed answer."""
@@ -434,11 +435,11 @@ class ResponseShape:
 _INCOMPLETE = {"length": "max_output_tokens", "timeout": "timeout", "cancelled": "cancelled"}
 
 
-def _echo(model: str, body: ResponsesBody) -> dict[str, Any]:
+def _echo(name: str, model: str, body: ResponsesBody) -> dict[str, Any]:
     """What a response says of its request."""
     said = body.model_dump(exclude_none=True, by_alias=True)
     return {
-        "id": f"resp_{uuid.uuid4().hex}",
+        "id": name,
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,

@@ -26,7 +26,9 @@ Result = TypeVar("Result")
 
 
 class Shape(Streamed, Protocol):
-    """How one kind of answer looks, streamed or not."""
+    """How one kind of answer looks, streamed or not. The engine knows the answer to a single prompt by the same `id`."""
+
+    id: str
 
     def whole(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         """The answer to a request that is not streamed, from the terminal output of each choice."""
@@ -122,7 +124,7 @@ class Service:
                 opening = job.shape.opening() if streaming else b""  # first: chunks are made from here on
                 sampling = {"tenant": request.scope.get("tenant")} | job.sampling
                 try:
-                    call.submit(job.inputs, sampling, job.shape.chunk if streaming else _keep, streaming)
+                    call.submit(job.inputs, sampling, job.shape.id, job.shape.chunk if streaming else _keep, streaming)
                 except InvalidRequestError as error:
                     if job.constraint is None or not str(error).startswith("grammar "):
                         raise

@@ -45,6 +45,18 @@ async def test_without_a_limit_until_the_context_is_full(client: openai.AsyncOpe
     assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (CONTEXT, "length")
 
 
+async def test_the_engine_knows_an_answer_by_its_id(
+    client: openai.AsyncOpenAI, engine: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the page can tell whose row is whose."""
+    manager, _ = engine
+    submit, families = manager.submit, []
+    monkeypatch.setattr(manager, "submit", lambda *a, **o: families.append(submit(*a, **o)) or families[-1])
+    chat = await client.chat.completions.create(model="toy", messages=HELLO, max_tokens=2, n=2)
+    made = await client.responses.create(model="toy", input="Hello", max_output_tokens=2)
+    assert [family[0][0] for family in families] == [chat.id, made.id]
+
+
 async def test_both_names_of_the_limit(client: openai.AsyncOpenAI) -> None:
     for limit in ({"max_tokens": 3}, {"max_completion_tokens": 3}):
         answer = await client.chat.completions.create(
