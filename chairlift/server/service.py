@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Shape(Streamed, Protocol):
-    """How one kind of answer looks, streamed or not. The engine knows the answer to a single prompt by the same `id`."""
+    """How one kind of answer looks, streamed or not. The engine knows the answer to a single prompt by its `id`."""
 
     id: str
 
