@@ -29,7 +29,7 @@ def measure(num_rows: int, num_waiting: int) -> dict[str, float]:
         KVCache(layout, num_rows * 4), Fifo(), max_batch_tokens=8192, max_rows=num_rows, safety_margin=0.0
     )
     slots = SlotState(num_rows, 1, 8)
-    kv_layout = KVLayout(page_size=PAGE, num_kv_heads=3, head_dim=64, block_stride=768, token_stride=3, head_stride=1)
+    kv_layout = KVLayout(page_size=PAGE, num_kv_heads=3, head_dim=64, block_stride=768, token_stride=3)
     scratch = Scratch()
     params = SamplingParams(max_new_tokens=STEPS * 3)
     for i in range(num_rows + num_waiting):

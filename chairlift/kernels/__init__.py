@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chairlift.kernels import reference
-from chairlift.kernels.native import Native
+from chairlift.kernels.native import Activation, Native
 from chairlift.kernels.native import native as machine_kernels
 from chairlift.kernels.plan import AttentionPlan, KVLayout, Scratch, build_attention_plan
 from chairlift.kernels.reference import PackedLinear
@@ -25,6 +25,10 @@ class Ops:
 
     pack_linear: Callable[..., Any]  # its result is for `linear` alone
     linear: Callable[[Tensor, Any], Tensor]
+    pack_gated: Callable[..., Any]  # its result is for `gated` alone
+    gated: Callable[[Tensor, Any, Activation], Tensor]
+    norm: Callable[..., Tensor]
+    turn: Callable[..., None]
     elementwise: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
     build_attention_plan: Callable[..., AttentionPlan]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -36,6 +40,10 @@ class Ops:
 REFERENCE = Ops(
     pack_linear=reference.pack_linear,
     linear=reference.linear,
+    pack_gated=reference.pack_gated,
+    gated=reference.gated,
+    norm=reference.norm,
+    turn=reference.turn,
     elementwise=reference.elementwise,
     build_attention_plan=build_attention_plan,
     store_kv=reference.store_kv,
@@ -61,4 +69,12 @@ def ops_for(device: torch.device, dtype: torch.dtype, pack_weights: bool = True)
         return UNPACKED
     if (kernels := machine_kernels()) is None:
         return REFERENCE
-    return replace(REFERENCE, pack_linear=kernels.pack, linear=kernels.linear, native=kernels)
+    return replace(
+        REFERENCE,
+        pack_linear=kernels.pack,
+        linear=kernels.linear,
+        pack_gated=kernels.pack_gated,
+        gated=kernels.gated,
+        norm=kernels.norm,
+        native=kernels,
+    )

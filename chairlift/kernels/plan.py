@@ -18,37 +18,38 @@ from torch import Tensor
 
 KEY_TILE = 64
 QUERY_TILE = 32
-SLICE_BYTES = 4 << 20  # of float32 keys in flight at once: a slice of the work stays in the last-level cache
+SLICE_BYTES = 16 << 20  # of float32 keys in flight at once: a slice of the work stays in the last-level cache
+MASKED = -1e30  # added to the score of a key that a query does not see; finite, so that a tile may be masked whole
 
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVLayout:
-    """Where a token's keys (or values) lie: a cache seen as rows of `head_dim` numbers, strides counted in rows."""
+    """Where a token's keys (or values) lie: a cache seen as rows of `head_dim` numbers, strides counted in rows.
+
+    The heads of a token are neighbours.
+    """
 
     page_size: int
     num_kv_heads: int
     head_dim: int
     block_stride: int
     token_stride: int
-    head_stride: int
 
     @classmethod
     def of(cls, cache: Tensor) -> "KVLayout":
         """The layout of `cache` [num_blocks, page_size, kv_heads, head_dim], a tensor or a strided view of one."""
         _, page_size, num_kv_heads, head_dim = cache.shape
-        strides = [cache.stride(dim) for dim in range(3)]
-        if cache.stride(3) != 1 or any(stride % head_dim for stride in strides):
+        block, token, head, number = cache.stride()
+        if number != 1 or head != head_dim or block % head_dim or token % head_dim:
             raise ValueError(f"KV cache strides {cache.stride()} are not whole rows of head_dim={head_dim} numbers")
-        block, token, head = (stride // head_dim for stride in strides)
         return cls(
             page_size=page_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            block_stride=block,
-            token_stride=token,
-            head_stride=head,
+            block_stride=block // head_dim,
+            token_stride=token // head_dim,
         )
 
 
@@ -78,9 +79,8 @@ class AttentionSlice:
     active: tuple[int, ...]
     tokens: Tensor  # int64 [query_tiles * query_tile], rows of the packed query; a short tile repeats its last token
     pair_tile: Tensor  # int64 [pairs], the query tile of each pair
-    rows: Tensor  # int32 [pairs * kv_heads * KEY_TILE], rows of the cache; an unused place reads the NULL block
-    masked: Tensor  # int64 [m], the pairs in which some query does not see some key
-    bias: Tensor  # float32 [m, query_tile, KEY_TILE], for these: 0 where the query sees the key, else -inf
+    rows: Tensor  # int64 [pairs * KEY_TILE], each token's first row of the cache; an unused place reads the NULL block
+    bias: Tensor  # float32 [pairs, 1, query_tile * KEY_TILE]: 0 where the query sees the key, else MASKED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,22 +189,19 @@ def _slice(
     page, offset = np.divmod(np.where(live, key, 0), layout.page_size)
     block = block_tables[pairs.request[:, None], page].astype(np.int64)
     row = np.where(live, block * layout.block_stride + offset * layout.token_stride, 0)
-    rows = row[:, None, :] + (np.arange(layout.num_kv_heads) * layout.head_stride)[:, None]
 
     query = np.minimum(pairs.position[:, None] + np.arange(tiles.size), last_query[:, None])[:, :, None]
     seen = key[:, None, :] <= query
     if window is not None:
         seen &= key[:, None, :] > query - window
-    masked = np.flatnonzero(~seen.all((1, 2)))
     tokens = tiles.start[:, None] + np.minimum(np.arange(tiles.size), tiles.length[:, None] - 1)
     return AttentionSlice(
         query_tile=tiles.size,
         active=tuple(active.tolist()),
         tokens=torch.from_numpy(tokens.reshape(-1)),
         pair_tile=torch.from_numpy(pair_tile),
-        rows=torch.from_numpy(rows.astype(np.int32).reshape(-1)),
-        masked=torch.from_numpy(masked),
-        bias=torch.from_numpy(np.where(seen[masked], np.float32(0), np.float32(-np.inf))),
+        rows=torch.from_numpy(row.reshape(-1)),
+        bias=torch.from_numpy(np.where(seen, np.float32(0), np.float32(MASKED)).reshape(len(key), 1, -1)),
     )
 
 

@@ -10,12 +10,14 @@ shapes that decide which kernel runs (measured on x86 with oneDNN and MKL; `test
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chairlift.kernels.plan import KEY_TILE, AttentionPlan, AttentionSlice, Scratch
+from chairlift.kernels.native import Activation, NormFlags
+from chairlift.kernels.plan import KEY_TILE, AttentionPlan, AttentionSlice, KVLayout
 
 ROW_MULTIPLE = 4  # of the rows of a float32 batched matmul
 MIN_COLUMNS = 16  # of its result: with less than 12 a row's bits depend on its place
@@ -59,6 +61,28 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
     else:
         out = unpacked_linear(rows, packed.weight, packed.bias)
     return out.to(x.dtype).view(*x.shape[:-1], packed.out_features)
+
+
+def pack_gated(
+    gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None
+) -> PackedLinear:
+    """Lay out two weights [out_features, in_features] as one. They have biases both, or neither."""
+    biases = [bias for bias in (gate_bias, up_bias) if bias is not None]
+    return pack_linear(torch.cat((gate, up)), torch.cat(biases) if biases else None)
+
+
+def gated(x: Tensor, packed: PackedLinear, activation: Activation) -> Tensor:
+    """activation(x G^T) * (x U^T), for `x` [..., in_features]."""
+    gate, up = linear(x, packed).chunk(2, -1)
+    return elementwise(_ACTIVATIONS[activation], gate).mul_(up)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: F.silu,
+    Activation.GELU_TANH: partial(F.gelu, approximate="tanh"),
+    Activation.GELU: F.gelu,
+    Activation.RELU: F.relu,
+}
 
 
 def unpacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -113,16 +137,64 @@ def _aligned_size(size: int, threads: int) -> int:
         size += -size % unit
 
 
+def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None = None, *, eps: float, flags: int | NormFlags) -> Tensor:
+    """The norm of the last dimension, times weight, plus bias."""
+    width = x.shape[-1]
+    if flags & NormFlags.LAYER_NORM:
+        return F.layer_norm(x, (width,), weight, bias, eps)
+    out = x.to(torch.float32, copy=True)
+    size = torch.linalg.vector_norm(out, dim=-1, keepdim=True)
+    out.mul_(size.square_().div_(width).add_(eps).rsqrt_())
+    if flags & NormFlags.ROUND_FIRST:
+        out = out.to(x.dtype)
+    if weight is not None:
+        out.mul_(weight.float() + 1 if flags & NormFlags.PLUS_ONE else weight)
+    if bias is not None:
+        out.add_(bias)
+    return out.to(x.dtype)
+
+
+def turn(
+    q: Tensor,  # [tokens, query_heads, head_dim]
+    k: Tensor,  # [tokens, kv_heads, head_dim]
+    rotation: tuple[Tensor, Tensor] | None,  # cos and sin [tokens, rotary_dim]
+    *,
+    norms: tuple[Tensor, Tensor] | None = None,  # of each query and each key head [head_dim]
+    flags: int | NormFlags = 0,
+    eps: float = 0.0,
+    interleaved: bool = False,
+) -> None:
+    """Norm and rotate queries and keys in place."""
+    if norms is not None:
+        for heads, weight in zip((q, k), norms, strict=True):
+            heads.copy_(norm(heads, weight, eps=eps, flags=flags))
+    if rotation is None:
+        return
+    cos, sin = rotation[0][:, None], rotation[1][:, None].clone()
+    _pairs(sin, interleaved)[0].neg_()
+    for heads in (q, k):
+        turned = heads[..., : cos.shape[-1]]
+        first, second = _pairs(turned, interleaved)
+        partners = torch.stack((second, first), -1).flatten(-2) if interleaved else torch.cat((second, first), -1)
+        turned.mul_(cos).add_(partners.mul_(sin))
+
+
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """The numbers [..., n] that are turned together, two views [..., n / 2]: neighbours, or those half of `n` apart."""
+    return (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+
+
 def store_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new tokens: `key`, `value` [num_tokens, kv_heads, head_dim] to `slot_mapping` [num_tokens], int64.
 
     A slot is block * page_size + offset in the caches [num_blocks, page_size, kv_heads, head_dim], which may be views.
     Block 0 is the NULL block: it must stay zero, so no token may be sent there.
     """
-    page_size = key_cache.shape[1]
-    place = (slot_mapping // page_size, slot_mapping % page_size)
-    key_cache.index_put_(place, key)
-    value_cache.index_put_(place, value)
+    layout = KVLayout.of(key_cache)
+    block, offset = slot_mapping // layout.page_size, slot_mapping % layout.page_size
+    rows = block * layout.block_stride + offset * layout.token_stride
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        _rows(cache).index_copy_(0, rows, new.flatten(1))
 
 
 def paged_attention(
@@ -147,10 +219,10 @@ def paged_attention(
 
 
 def _rows(cache: Tensor) -> Tensor:
-    """The cache as [rows, head_dim], from its first number on."""
-    head_dim = cache.shape[-1]
-    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:3], cache.stride()[:3], strict=True))
-    return cache.as_strided((last // head_dim + 1, head_dim), (head_dim, 1))
+    """The cache as [rows, kv_heads * head_dim], a row every `head_dim` numbers, as the plan counts them."""
+    _, _, heads, head_dim = cache.shape
+    last = sum((size - 1) * stride for size, stride in zip(cache.shape[:2], cache.stride()[:2], strict=True))
+    return cache.as_strided((last // head_dim + 1, heads * head_dim), (head_dim, 1))
 
 
 def _attend(
@@ -175,28 +247,32 @@ def _attend(
     pair_query = scratch.take("query", (pairs, tile.shape[1]), torch.float32)
     torch.index_select(tile, 0, part.pair_tile, out=pair_query)
     scores = scratch.take("scores", (batch, rows, KEY_TILE), torch.float32)
-    torch.bmm(pair_query.view(batch, rows, dim), _gather(keys, part, scratch).transpose(1, 2), out=scores)
+    torch.bmm(pair_query.view(batch, rows, dim), _gather(keys, part, plan).transpose(1, 2), out=scores)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    bias = scratch.take("bias", (len(part.masked), heads * lanes, size * KEY_TILE), torch.float32)
-    bias.copy_(part.bias.view(-1, 1, size * KEY_TILE))
-    scores.view(pairs, -1).index_add_(0, part.masked, bias.flatten(1))
+    scores.view(pairs, heads * lanes, size * KEY_TILE).add_(part.bias)
 
-    peak = _fold(torch.maximum, scores.amax(-1).view(pairs, -1), part.active)
+    # Each pair's weights add up to one by themselves. Beside the query's other pairs they count by their largest
+    # exponential, over its weight.
+    weights = scratch.take("weights", scores.shape, torch.float32)
+    torch.softmax(scores, -1, out=weights)
+    share = scores.amax(-1).view(pairs, -1)
+    peak = _fold(torch.maximum, share, part.active)
     if sinks is not None:
         sink = sinks.float().view(1, heads, groups, 1, 1).expand(tiles, -1, -1, size, -1)
         sink = _pad_lanes(sink, lanes).reshape(tiles, -1)
         peak = torch.maximum(peak, sink)
-    scores.sub_(peak.index_select(0, part.pair_tile).view(batch, rows, 1)).exp_()
-    total = _fold(torch.add, scores.sum(-1).view(pairs, -1), part.active)
+    share.sub_(peak.index_select(0, part.pair_tile)).exp_().div_(weights.amax(-1).view(pairs, -1))
+    total = _fold(torch.add, share, part.active)
     if sinks is not None:
         total.add_(sink.sub(peak).exp_())
 
     width = max(dim, MIN_COLUMNS)
-    values = F.pad(_gather(values, part, scratch), (0, width - dim)) if width > dim else _gather(values, part, scratch)
-    partial = scratch.take("partial", (batch, rows, width), torch.float32)
-    torch.bmm(scores, values, out=partial)
-    result = _fold(torch.add, partial.view(pairs, -1), part.active).view(tiles, heads, lanes, size, width)
+    seen = _gather(values, part, plan)
+    sums = scratch.take("sums", (batch, rows, width), torch.float32)
+    torch.bmm(weights, F.pad(seen, (0, width - dim)) if width > dim else seen, out=sums)
+    sums.mul_(share.view(batch, rows, 1))
+    result = _fold(torch.add, sums.view(pairs, -1), part.active).view(tiles, heads, lanes, size, width)
     result = result.div_(total.view(tiles, heads, lanes, size, 1))[:, :, :groups, :, :dim].permute(0, 3, 1, 2, 4)
     return result.reshape(tiles * size, heads * groups, dim).to(query.dtype)
 
@@ -207,14 +283,14 @@ def _pad_lanes(tile: Tensor, lanes: int) -> Tensor:
     return tile if groups == lanes else F.pad(tile, (0, 0, 0, 0, 0, lanes - groups))
 
 
-def _gather(rows: Tensor, part: AttentionSlice, scratch: Scratch) -> Tensor:
+def _gather(rows: Tensor, part: AttentionSlice, plan: AttentionPlan) -> Tensor:
     """The keys or values of each pair and head, float32 [pairs * kv_heads, KEY_TILE, head_dim]."""
-    shape = (len(part.rows), rows.shape[1])
-    gathered = scratch.take("gathered", shape, rows.dtype)
+    heads, dim, scratch = plan.layout.num_kv_heads, plan.layout.head_dim, plan.scratch
+    gathered = scratch.take("gathered", (len(part.rows), heads * dim), rows.dtype)
     torch.index_select(rows, 0, part.rows, out=gathered)
-    if rows.dtype != torch.float32:
-        gathered = scratch.take("converted", shape, torch.float32).copy_(gathered)
-    return gathered.view(-1, KEY_TILE, rows.shape[1])
+    tiles = scratch.take("tiles", (len(part.rows) // KEY_TILE, heads, KEY_TILE, dim), torch.float32)
+    tiles.copy_(gathered.view(-1, KEY_TILE, heads, dim).transpose(1, 2))
+    return tiles.view(-1, KEY_TILE, dim)
 
 
 def _fold(combine: Callable[..., Tensor], pairs: Tensor, active: tuple[int, ...]) -> Tensor:

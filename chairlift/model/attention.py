@@ -158,20 +158,33 @@ class ReferenceStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, call: LayerCall, sinks: Tensor | None
     ) -> Tensor:
-        keys, values = self._storage.key(layer), self._storage.value(layer)
         if call.value_dim < call.head_dim:
             value = nn.functional.pad(value, (0, call.head_dim - call.value_dim))
-        self._ops.store_kv(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, self._slots[layer])
-        out = self._ops.paged_attention(
-            query[0].transpose(0, 1),
-            keys,
-            values,
-            self._plans[layer],
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=sinks,
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return self._attend(layer, q, k, v, call, sinks)[None, :, :, : call.value_dim]
+
+    def store_and_attend(
+        self,
+        layer: int,
+        q: Tensor,  # [T, H * D]
+        k: Tensor,  # [T, G * D]
+        v: Tensor,  # [T, G * D]
+        call: LayerCall,
+        sinks: Tensor | None,
+        rope: "RopeStyle",
+    ) -> Tensor:  # [T, H * D]
+        """Norm and rotate q and k in place as `rope` says, write k and v to the pages, attend."""
+        q, k, v = (tensor.unflatten(1, (-1, call.head_dim)) for tensor in (q, k, v))
+        self._ops.turn(q, k, rope.rotation, **rope.style)
+        return self._attend(layer, q, k, v, call, sinks).flatten(1)
+
+    def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, call: LayerCall, sinks: Tensor | None) -> Tensor:
+        """q [T, H, D], k and v [T, G, D] -> [T, H, D]."""
+        keys, values = self._storage.key(layer), self._storage.value(layer)
+        self._ops.store_kv(k, v, keys, values, self._slots[layer])
+        return self._ops.paged_attention(
+            q, keys, values, self._plans[layer], scale=call.scale, softcap=call.softcap, sinks=sinks
         )
-        return out[None, :, :, : call.value_dim]
 
 
 class NativeStep:
@@ -233,6 +246,9 @@ class RopeStyle:
 
     rotation: tuple[Tensor, Tensor] | None  # cos and sin [T, rotary_dim]
     style: Mapping[str, Any]  # further arguments of `native.rope_store`
+
+
+PagedStep = ReferenceStep | NativeStep
 
 
 def token_rows(heads: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Fused modules for the shadow: several modules of a model in a few calls of the C++ kernels.
+"""Fused modules for the shadow: several modules of a model in a few calls of the kernels, in C++ or PyTorch.
 
 What is recognised is recognised by structure, never by a model's name, and accepted only if it gives what the modules
 themselves gave on a probe. Everything else stays as it is. A module that a user has hooked does its own work.
@@ -11,15 +11,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from chairlift.errors import UnsupportedModelError
-from chairlift.kernels import Native, native
-from chairlift.kernels.native import UNIT, Activation, ClGroup, ClStep, NormFlags, Packed
-from chairlift.model.attention import LayerCall, NativeStep, RopeStyle, Seam, token_rows
+from chairlift.kernels import Ops
+from chairlift.kernels.native import Activation, NormFlags
+from chairlift.model.attention import LayerCall, PagedStep, RopeStyle, Seam, token_rows
 from chairlift.model.layers import Derived, Projection
 
 logger = logging.getLogger(__name__)
@@ -50,12 +49,12 @@ def _close(got: Tensor, wanted: Tensor) -> bool:
 class Norm(nn.Module):
     """An RMS norm or a layer norm."""
 
-    def __init__(self, source: nn.Module, kernels: Native, eps: float, flags: NormFlags) -> None:
+    def __init__(self, source: nn.Module, ops: Ops, eps: float, flags: NormFlags) -> None:
         super().__init__()
         self.source = source
         self.eps = eps
         self.flags = flags
-        self._kernels = kernels
+        self._ops = ops
 
     @property
     def weight(self) -> Tensor | None:
@@ -66,10 +65,10 @@ class Norm(nn.Module):
             out: Tensor = self.source(x)
             return out
         bias = self.source._parameters.get("bias")
-        return self._kernels.norm(x, self.weight, bias, eps=self.eps, flags=self.flags)
+        return self._ops.norm(x, self.weight, bias, eps=self.eps, flags=self.flags)
 
     @staticmethod
-    def recognise(source: nn.Module, call: Call, kernels: Native) -> "Norm | None":
+    def recognise(source: nn.Module, call: Call, ops: Ops) -> "Norm | None":
         """The norm that gives what `source` gave, if one does."""
         if len(call.args) != 1 or call.kwargs or not isinstance(call.output, Tensor):
             return None
@@ -82,7 +81,7 @@ class Norm(nn.Module):
         names = ("variance_epsilon", "eps", "norm_eps", "epsilon", "layer_norm_epsilon")
         eps = next((float(getattr(source, name)) for name in names if getattr(source, name, None) is not None), 1e-6)
         candidates = [
-            Norm(source, kernels, eps, NormFlags(flags))
+            Norm(source, ops, eps, NormFlags(flags))
             for flags in (NormFlags.ROUND_FIRST, 0, NormFlags.PLUS_ONE, NormFlags.LAYER_NORM)
         ]
         errors = [(candidate(x).float() - call.output.float()).abs().mean().item() for candidate in candidates]
@@ -93,31 +92,31 @@ class Norm(nn.Module):
 class GatedMLP(Derived):
     """down(act(gate(x)) * up(x))."""
 
-    def __init__(self, source: nn.Module, parts: list[Projection], kernels: Native, activation: Activation) -> None:
+    def __init__(self, source: nn.Module, parts: list[Projection], ops: Ops, activation: Activation) -> None:
         super().__init__()
         self.source = source
         self.parts = parts[:-1]
         self._down = [parts[-1]]  # in a list, so that it is not a child twice
-        self._kernels = kernels
+        self._ops = ops
         self._activation = activation
 
     def _parameters_used(self) -> list[Tensor | None]:
         return [tensor for part in self.parts for tensor in (part.weight, part.bias)]
 
-    def _make(self) -> Packed:
+    def _make(self) -> Any:
         weights = [weight for part in self.parts for weight in part.matrix.chunk(3 - len(self.parts))]
         biases = [bias for part in self.parts if part.bias is not None for bias in part.bias.chunk(3 - len(self.parts))]
-        return self._kernels.pack_gated(*weights, *biases)
+        return self._ops.pack_gated(*weights, *biases)
 
     def forward(self, x: Tensor) -> Tensor:
         if is_hooked((*self.parts, self.source)):
             out: Tensor = self.source(x)
             return out
-        down: Tensor = self._down[0](self._kernels.gated(x, self.made, self._activation))
+        down: Tensor = self._down[0](self._ops.gated(x, self.made, self._activation))
         return down
 
     @staticmethod
-    def recognise(source: nn.Module, call: Call, kernels: Native) -> "GatedMLP | None":
+    def recognise(source: nn.Module, call: Call, ops: Ops) -> "GatedMLP | None":
         """The fused layer that gives what `source` gave, if one does."""
         parts = _projections(source, ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"))
         if parts is None or len(call.args) != 1 or call.kwargs or not isinstance(call.output, Tensor):
@@ -125,7 +124,7 @@ class GatedMLP(Derived):
         if len({part.bias is None for part in parts[:-1]}) > 1:
             return None
         for activation in (Activation.SILU, Activation.GELU_TANH, Activation.GELU, Activation.RELU):
-            fused = GatedMLP(source, parts, kernels, activation)
+            fused = GatedMLP(source, parts, ops, activation)
             if _close(fused(call.args[0]), call.output):
                 return fused
         return None
@@ -135,14 +134,14 @@ class Attention(Derived):
     """Projections, norms and rotation of queries and keys, attention over the pages, the output's projection."""
 
     def __init__(
-        self, source: nn.Module, parts: list[Projection], norms: list[Norm], kernels: Native, call: LayerCall
+        self, source: nn.Module, parts: list[Projection], norms: list[Norm], ops: Ops, call: LayerCall
     ) -> None:
         super().__init__()
         self.source = source
         self.parts = parts[:-1]
         self.norms = norms
         self._out = [parts[-1]]
-        self._kernels = kernels
+        self._ops = ops
         self._call = call
         self._layer: int = source.layer_idx  # type: ignore[assignment]
         self._seam: Seam = source.seam  # type: ignore[assignment]
@@ -152,15 +151,15 @@ class Attention(Derived):
     def _parameters_used(self) -> list[Tensor | None]:
         return [tensor for part in self.parts for tensor in (part.weight, part.bias)]
 
-    def _make(self) -> Packed:
+    def _make(self) -> Any:
         biases = [part.bias for part in self.parts if part.bias is not None]
-        return self._kernels.pack(
+        return self._ops.pack_linear(
             torch.cat([part.matrix for part in self.parts]), torch.cat(biases) if biases else None
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         plan = self._seam.plan
-        if not isinstance(plan, NativeStep) or is_hooked((self.source, *self.parts, *(n.source for n in self.norms))):
+        if not isinstance(plan, PagedStep) or is_hooked((self.source, *self.parts, *(n.source for n in self.norms))):
             return self.source(*args, **kwargs)
         given = dict(zip(self._names, args, strict=False)) | kwargs
         q, k, v, rope = self.project(given["hidden_states"], given.get("position_embeddings"))
@@ -174,7 +173,7 @@ class Attention(Derived):
         call = self._call
         width = call.num_kv_heads * call.head_dim
         sizes = [call.num_heads * call.head_dim, width, width]
-        q, k, v = torch.split(self._kernels.linear(hidden[0], self.made), sizes, dim=1)
+        q, k, v = torch.split(self._ops.linear(hidden[0], self.made), sizes, dim=1)
         style: dict[str, Any] = {"interleaved": self.interleaved}
         if self.norms and self.norms[0].weight is not None and self.norms[0].weight.shape[0] == call.head_dim:
             first, second = self.norms
@@ -185,9 +184,7 @@ class Attention(Derived):
         return q, k, v, RopeStyle(rotation=turned, style=style)
 
     @staticmethod
-    def recognise(
-        source: nn.Module, call: Call, kernels: Native, seen: "Seen", norms: list[Norm]
-    ) -> "Attention | None":
+    def recognise(source: nn.Module, call: Call, ops: Ops, seen: "Seen", norms: list[Norm]) -> "Attention | None":
         """The fused layer that gives the queries, keys, values and output that `source` gave, if one does."""
         parts = _projections(source, ("q_proj", "k_proj", "v_proj", "o_proj"), ("qkv_proj", "o_proj"))
         if parts is None or not hasattr(source, "layer_idx") or source.layer_idx not in seen.layers:
@@ -201,27 +198,15 @@ class Attention(Derived):
             return None
         if bool(norms) != any(hasattr(source, name) for name in ("q_norm", "k_norm")) or len(norms) == 1:
             return None
-        fused = Attention(source, parts, norms, kernels, layer)
+        fused = Attention(source, parts, norms, ops, layer)
         if not _close(parts[-1](token_rows(query)[None]), call.output[0]):
             return None
         for fused.interleaved in (False, True):
             q, k, v, rope = fused.project(given["hidden_states"], given.get("position_embeddings"))
-            _turn(kernels, q, k, v, rope, layer.head_dim)
+            ops.turn(*(x.unflatten(1, (-1, layer.head_dim)) for x in (q, k)), rope.rotation, **rope.style)
             if all(_close(got, token_rows(wanted)) for got, wanted in ((q, query), (k, key), (v, value))):
                 return fused
         return None
-
-
-def _turn(kernels: Native, q: Tensor, k: Tensor, v: Tensor, rope: RopeStyle, head_dim: int) -> None:
-    """Norm and rotate q and k in place, as a layer with a cache of its own would."""
-    page = -(-q.shape[0] // UNIT) * UNIT
-    size = kernels.cache_elements(q.dtype, page, k.shape[1] // head_dim, head_dim)
-    pages, table = q.new_zeros(1, size), np.zeros((1, 1), np.int32)
-    request = np.array([[0, q.shape[0], 0, 0]], np.int32)
-    groups = (ClGroup * 1)(ClGroup(table.ctypes.data, 1, page, size))
-    step = ClStep(num_tokens=q.shape[0], num_requests=1, requests=request.ctypes.data)
-    step.groups = native.address_of(groups)
-    kernels.run(native.rope_store(q, k, v, rope.rotation, pages, head_dim=head_dim, group=0, **rope.style), 1, step)
 
 
 def _projections(source: nn.Module, *shapes: tuple[str, ...]) -> list[Projection] | None:
@@ -285,18 +270,19 @@ def candidates(root: nn.Module) -> list[nn.Module]:
     ]
 
 
-def fuse(root: nn.Module, calls: dict[nn.Module, Call], seen: Seen, kernels: Native) -> dict[str, int]:
+@torch.no_grad()
+def fuse(root: nn.Module, calls: dict[nn.Module, Call], seen: Seen, ops: Ops) -> dict[str, int]:
     """Replace in `root` all that is recognised; returns how many modules of each kind took which path."""
     fused: dict[nn.Module, nn.Module] = {}
     for module, call in calls.items():
-        if "Norm" in type(module).__name__ and (norm := Norm.recognise(module, call, kernels)) is not None:
+        if "Norm" in type(module).__name__ and (norm := Norm.recognise(module, call, ops)) is not None:
             fused[module] = norm
     for module, call in calls.items():
         if module in fused or is_hooked([module]):
             continue
         norms = [fused.get(getattr(module, name, module)) for name in ("q_norm", "k_norm")]
         found = [norm for norm in norms if isinstance(norm, Norm)]
-        whole = GatedMLP.recognise(module, call, kernels) or Attention.recognise(module, call, kernels, seen, found)
+        whole = GatedMLP.recognise(module, call, ops) or Attention.recognise(module, call, ops, seen, found)
         if whole is not None:
             fused[module] = whole
     counts: dict[str, int] = {}

@@ -88,8 +88,8 @@ class Shadow:
         self._swap_layers(self.module)
         ropes = [module for module in self.module.modules() if isinstance(module, RopeTable)]
         self.ropes = [rope for rope in ropes if rope.kind != "default"]  # factors depend on the sequence's length
-        # How many modules of each class the C++ kernels do in fewer calls.
-        self.fused = {} if self.ops.native is None else fuse(self.module, calls, seen, self.ops.native)
+        # How many modules of each class are done in fewer calls, by weights laid out together.
+        self.fused = fuse(self.module, calls, seen, self.ops) if self.ops.packs else {}
         self._versions = [_version(place) for place in self._places]
 
     @property

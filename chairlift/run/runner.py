@@ -20,6 +20,7 @@ from chairlift.config import ResolvedConfig
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import KVLayout, Native, Scratch
 from chairlift.kernels.native import UNIT, ClGroup, ClRequest, ClStep
+from chairlift.kernels.threads import release_threads
 from chairlift.model.attention import NativeStep, Plan, ReferenceStep
 from chairlift.model.loader import Shadow
 from chairlift.run.graphs import CAPTURED_TOKENS, Best, NotCapturableError, Program, capture
@@ -199,6 +200,7 @@ class ModelRunner:
         """Run one small step, so that the first real one finds everything allocated."""
         with torch.inference_mode(False):  # the caller may be in it; what is allocated is for the engine's thread
             self._probe(self._shadow.probe_tokens)
+        release_threads()
 
     def verify(self) -> None:
         """Compare the paged path with the model's own logits of the probe; UnsupportedModelError if they differ: the
@@ -212,6 +214,7 @@ class ModelRunner:
                 f"{self._shadow.name} gives other logits through the paged cache than by itself (mean difference "
                 f"{error:.2g} of their size): it depends on something that continuous batching does not give it"
             )
+        release_threads()  # the engine has a thread of its own
 
     def close(self) -> None:
         """Free the cache and the shadow."""
