@@ -1,12 +1,15 @@
 """W64 on SmolLM2: Chairlift, transformers' continuous batching and static batches of generate, interleaved.
 
-    python -m benchmarks w64 [--rounds 3] [--dtype bfloat16] [--skip-static] [--json results.jsonl]
+    python -m benchmarks w64 [--rounds 3] [--dtype bfloat16] [--skip-static] [--no-compiler] [--json results.jsonl]
 
 New tokens per second; 64 prompts of 16 to 256 tokens, 16 to 128 new tokens each, greedy, end of sequence ignored.
+`--no-compiler` measures Chairlift as it is where there is no compiler: by PyTorch operators alone.
 """
 
 import argparse
 import gc
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -104,8 +107,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--skip-static", action="store_true")
+    parser.add_argument("--no-compiler", action="store_true")
     parser.add_argument("--json", help="append the result to this file")
     args = parser.parse_args()
+    if args.no_compiler:
+        os.environ |= {"CXX": "no-compiler", "CHAIRLIFT_CACHE": tempfile.mkdtemp()}
     contenders: dict[str, Callable[[], float]] = {
         "chairlift": ours(args.dtype),
         "transformers continuous batching, sdpa": transformers_continuous(args.dtype, "sdpa"),
@@ -117,7 +123,8 @@ def main() -> None:
         for name, run in contenders.items():
             results[name].append(run())
             print(f"round {number + 1}: {name}: {results[name][-1]:.1f} new tokens/s", flush=True)
-    report(f"W64 {args.dtype}", results, "new tokens/s", "chairlift", args.json)
+    title = f"W64 {args.dtype}" + ", PyTorch operators alone" * args.no_compiler
+    report(title, results, "new tokens/s", "chairlift", args.json)
 
 
 if __name__ == "__main__":

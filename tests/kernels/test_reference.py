@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from chairlift.kernels import KVLayout, Scratch, ops_for
 from chairlift.kernels import reference as kernels
+from chairlift.kernels.native import Activation, NormFlags
 from chairlift.kernels.plan import KEY_TILE, QUERY_TILE, build_attention_plan
+from chairlift.kernels.threads import release_threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -141,6 +144,118 @@ def test_every_thread_of_an_elementwise_operator_gets_whole_vectors(threads: int
         chunks = max(1, min(threads, -(-padded // kernels.GRAIN)))
         assert size <= padded < size + 2 * threads * kernels.VECTOR_BLOCK
         assert padded % (chunks * kernels.VECTOR_BLOCK) == 0
+
+
+# Fused operators ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "activation", [Activation.SILU, Activation.GELU_TANH, Activation.GELU, Activation.RELU], ids=lambda a: a.name
+)
+def test_gated_is_its_parts_in_any_company(dtype: torch.dtype, activation: Activation) -> None:
+    torch.manual_seed(0)
+    gate, up = (torch.randn(97, 48).to(dtype) / 7 for _ in range(2))
+    biases = [torch.randn(97).to(dtype) for _ in range(2)]
+    function = {
+        Activation.SILU: F.silu,
+        Activation.GELU_TANH: lambda y: F.gelu(y, approximate="tanh"),
+        Activation.GELU: F.gelu,
+        Activation.RELU: F.relu,
+    }[activation]
+    x = torch.randn(140, 48).to(dtype)
+    packed = kernels.pack_gated(gate, up, *biases)
+    whole = kernels.gated(x, packed, activation)
+    wide = [
+        F.linear(x.double(), weight.double(), bias.double()) for weight, bias in zip((gate, up), biases, strict=True)
+    ]
+    tolerance = 3 * TOLERANCE[dtype]
+    torch.testing.assert_close(whole.double(), function(wide[0]) * wide[1], atol=tolerance, rtol=tolerance)
+    for rows in ROWS:
+        assert same(kernels.gated(x[140 - rows :], packed, activation), whole[140 - rows :]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "flags", [NormFlags(0), NormFlags.ROUND_FIRST, NormFlags.PLUS_ONE, NormFlags.LAYER_NORM], ids=str
+)
+@pytest.mark.parametrize("width", [16, 97, 576])
+def test_norm_is_the_norm_in_any_company(dtype: torch.dtype, flags: NormFlags, width: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).to(dtype) for shape in ((140, width), (width,), (width,)))
+    kept = x.clone()
+    whole = kernels.norm(x, weight, bias, eps=1e-5, flags=flags)
+    if flags == NormFlags.LAYER_NORM:
+        expected = F.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-5)
+    else:
+        factor = weight.double() + (flags == NormFlags.PLUS_ONE)
+        expected = x.double() * x.double().square().mean(-1, keepdim=True).add(1e-5).rsqrt() * factor + bias.double()
+    tolerance = 2 * TOLERANCE[dtype]
+    torch.testing.assert_close(whole.double(), expected, atol=tolerance, rtol=tolerance)
+    assert same(x, kept)
+    for rows in ROWS:
+        assert same(kernels.norm(x[140 - rows :], weight, bias, eps=1e-5, flags=flags), whole[140 - rows :]), rows
+    assert same(kernels.norm(x.view(5, 28, width), weight, bias, eps=1e-5, flags=flags).view(140, width), whole)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 20), (16, 0)])
+def test_turn_norms_and_rotates_in_place_in_any_company(
+    head_dim: int, rotary_dim: int, normed: bool, interleaved: bool, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    tokens = 70
+    given = torch.randn(tokens, 8 * head_dim).to(dtype)
+    weights = torch.randn(2, head_dim).to(dtype)
+    angle = torch.randn(tokens, rotary_dim // 2)
+    angle = angle.repeat_interleave(2, 1) if interleaved else torch.cat([angle, angle], 1)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def turned(rows: slice) -> Tensor:
+        """Queries, keys and values in one buffer, of which the values stay."""
+        buffer = given[rows].clone()
+        q, k, _ = (part.unflatten(1, (-1, head_dim)) for part in buffer.split([head_dim * n for n in (4, 2, 2)], 1))
+        rotation = (cos[rows], sin[rows]) if rotary_dim else None
+        norms = (weights[0], weights[1]) if normed else None
+        kernels.turn(q, k, rotation, norms=norms, flags=NormFlags(0), eps=1e-5, interleaved=interleaved)
+        return buffer
+
+    expected = given.double().view(tokens, 8, head_dim).clone()
+    if normed:
+        scale = expected[:, :6].square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+        expected[:, :6] *= scale * weights.double().repeat_interleave(torch.tensor([4, 2]), 0)
+    part = expected[:, :6, :rotary_dim].clone()
+    if interleaved:
+        partner = torch.stack([-part[..., 1::2], part[..., ::2]], -1).flatten(-2)
+    else:
+        partner = torch.cat([-part[..., rotary_dim // 2 :], part[..., : rotary_dim // 2]], -1)
+    expected[:, :6, :rotary_dim] = part * cos.double()[:, None] + partner * sin.double()[:, None]
+
+    whole = turned(slice(None))
+    tolerance = 3 * TOLERANCE[dtype]
+    torch.testing.assert_close(whole.double(), expected.flatten(1), atol=tolerance, rtol=tolerance)
+    assert same(whole[:, 6 * head_dim :], given[:, 6 * head_dim :])
+    for rows in (1, 2, 3, 7, 33, 64):
+        assert same(turned(slice(tokens - rows, None)), whole[tokens - rows :]), rows
+
+
+def test_threads_that_are_released_end_and_come_back() -> None:
+    x = torch.randn(1 << 18)
+    threads = torch.get_num_threads()
+    tasks = Path("/proc/self/task")
+    torch.set_num_threads(4)
+    try:
+        before = x.exp()
+        busy = len(list(tasks.iterdir()))
+        for _ in range(2):
+            release_threads()
+            assert len(list(tasks.iterdir())) == busy - 3
+        assert same(x.exp(), before)
+        assert len(list(tasks.iterdir())) == busy
+    finally:
+        torch.set_num_threads(threads)
 
 
 # Paged attention ----------------------------------------------------------------------------------------------------
