@@ -176,7 +176,7 @@ class LLM:
         outputs = answer_all(
             self.manager,
             inputs,
-            {**sampling, "tokenizer": self._vocabulary},
+            self._vocabulary.arguments(sampling),
             record_timestamps=True,
             progress_bar=progress_bar,
         )
@@ -185,8 +185,7 @@ class LLM:
     def _encode(self, prompt: Any) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt  # type: ignore[no-any-return]  # token ids, which the manager checks
-        ids: list[int] = self.tokenizer(prompt)["input_ids"]
-        return ids
+        return self._vocabulary.encode(prompt)
 
     def _render(self, messages: Any) -> list[int]:
         return render(self.tokenizer, messages)
@@ -214,7 +213,7 @@ class Stream(Iterator[str]):
             )
         families = manager.submit(
             [input_ids],
-            {**sampling, "tokenizer": vocabulary, "num_return_sequences": 1},
+            vocabulary.arguments(sampling) | {"num_return_sequences": 1},
             streaming=True,
             record_timestamps=True,
             handler=self._arrived.put,
@@ -230,6 +229,7 @@ class Stream(Iterator[str]):
         while self.completion is None:
             output = self._arrived.get()
             if output.exception is not None and output.exception is self._manager.cause:
+                self._arrived.put(output)  # whoever asks again is told again
                 raise EngineDeadError(f"the engine stopped on a fault: {output.exception!r}") from output.exception
             piece = _text(self._answer, output)
             self._text += piece

@@ -142,7 +142,8 @@ class Answers:
             "response": response,
             "error": None if error is None else {"code": "invalid_line", "message": error},
         }
-        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        line = json.dumps(answer, ensure_ascii=False)
+        self._file.write(line.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair, as JSON spells it
         self._file.flush()
         self._count(number, answer)
 
@@ -182,7 +183,7 @@ def _todo(source: BinaryIO, answers: Answers) -> Iterator[Line]:
 def _custom_id(line: bytes) -> str | None:
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     custom_id = entry.get("custom_id") if isinstance(entry, dict) else None
     return custom_id if isinstance(custom_id, str) else None
@@ -231,7 +232,7 @@ def _request(line: Line, text: bytes) -> tuple[str, bytes]:
     """URL and body of a line. Raises ValueError with what is wrong with it."""
     try:
         entry = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"line {line.number} is not JSON: {error}") from error
     if not isinstance(entry, dict):
         raise ValueError(f"line {line.number} is no JSON object")

@@ -8,6 +8,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,12 +16,16 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
-from chairlift.errors import ChairliftError, InvalidRequestError
+from chairlift.errors import InvalidRequestError
 from chairlift.params import Grammar, SamplingParams
 
 _END = "<chairlift: end of the grammar>"
 _MOST_KEPT = 128  # compiled grammars, per tokenizer
 _LIMITS = LLParserLimits(verbose_errors=False)
+_MOST_CHARACTERS = 1 << 18  # of a grammar's source
+# llguidance follows references from rule to rule by recursion, 5 KB a step; a stack that overflows ends the process. No
+# source of that many characters needs more than a third of this, and what is not touched takes no memory.
+_STACK_BYTES = 1 << 30
 # Between any two JSON tokens. Bounded: a small model that is offered endless white space may take it for ever.
 _JSON: Any = {"whitespace_pattern": r"[ \n\t]{1,32}"}
 
@@ -37,14 +42,14 @@ class Guided:
         self._waiting_stops = np.isin(self._stops, sorted(ignored))  # those that end it only when nothing else can
 
     def allowed(self, size: int, may_stop: bool) -> NDArray[np.bool_]:
-        """[size], by token id. Raises ChairliftError when llguidance cannot say.
+        """[size], by token id. Raises InvalidRequestError for a grammar that turns out too large to be followed.
 
         A token that ends the request is allowed where the grammar may end, and when nothing but it can follow even if
         not `may_stop` and with `ignore_eos`.
         """
         self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._matcher.is_error():
-            raise ChairliftError(f"the grammar cannot go on: {_message(self._matcher.get_error())}")
+            raise InvalidRequestError(f"the grammar cannot be followed further: {_message(self._matcher.get_error())}")
         known = np.unpackbits(self._bits.view(np.uint8), count=self._num_tokens, bitorder="little").view(np.bool_)
         allowed = np.zeros(size, np.bool_)
         allowed[: len(known)] = known[:size]
@@ -98,11 +103,23 @@ class _Vocabulary:
         """Raises InvalidRequestError with llguidance's words for a source that is none."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = self._compiled[grammar] = self._compile(grammar)
+            compiled = self._compiled[grammar] = self._compile_deeply(grammar)
             if len(self._compiled) > _MOST_KEPT:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return compiled
+
+    def _compile_deeply(self, grammar: Grammar) -> CompiledGrammar:
+        """As `_compile`, in a thread of its own that has a large stack."""
+        if (size := len("".join(grammar.source))) > _MOST_CHARACTERS:
+            raise _bad(grammar, f"it has {size} characters, and {_MOST_CHARACTERS} are the most")
+        with ThreadPoolExecutor(1) as thread:
+            usual = threading.stack_size(_STACK_BYTES)
+            try:
+                compiled = thread.submit(self._compile, grammar)
+            finally:
+                threading.stack_size(usual)
+            return compiled.result()
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
@@ -157,4 +174,4 @@ def _bad(grammar: Grammar, message: str) -> InvalidRequestError:
 
 
 def _message(text: str) -> str:
-    return text.replace("<non-verbose/>", "").strip()
+    return text.replace("<non-verbose/>", "").replace("NoExtensionBias", "nothing can match it").strip()

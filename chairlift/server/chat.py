@@ -12,7 +12,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.logprobs import chat_logprobs
 from chairlift.server.protocol import ChatBody
 from chairlift.server.service import Job, Service
-from chairlift.server.sse import DONE, event
+from chairlift.server.sse import DONE, EventMaker, event
 from chairlift.server.usage import reasoning_tokens, usage
 from chairlift.text.answer import Delta
 from chairlift.text.chat import Turn
@@ -45,12 +45,11 @@ def prepare_chat(service: Service, body: ChatBody) -> Job:
         grammar=grammar_of(body),
         template_kwargs=body.chat_template_kwargs,
     )
-    sampling = body.sampling() | {
+    sampling = turn.vocabulary.arguments(body.sampling()) | {
         "max_new_tokens": service.room(turn.prompt_ids) if body.limit is None else body.limit,
         "num_return_sequences": body.n or 1,
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
         "grammar": turn.grammar,
-        "tokenizer": turn.vocabulary,
     }
     return Job(
         inputs=[turn.prompt_ids],
@@ -96,7 +95,7 @@ class Chat:
         self._wants_logprobs = bool(body.logprobs)
         self._includes_usage = body.includes_usage
         self._chunk_base = {**self._base, "object": "chat.completion.chunk"}
-        self._chunk_tail = {"usage": None} if body.includes_usage else {}
+        self._make_event = EventMaker(self._chunk_base, "choices", {"usage": None} if body.includes_usage else {})
         self._answers = [turn.answer() for _ in range(self._num_choices)]
         self._num_reasoning = 0
         self._ended: dict[int, GenerationOutput] = {}
@@ -168,8 +167,7 @@ class Chat:
         return event(error.body()) + DONE
 
     def _event(self, choice: int, delta: dict[str, Any], logprobs: Any, **end: Any) -> bytes:
-        each = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
-        return event({**self._chunk_base, "choices": [each], **self._chunk_tail})
+        return self._make_event([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}])
 
     def _usage(self, outputs: Sequence[GenerationOutput]) -> dict[str, Any]:
         return usage(outputs, self._num_choices, self._num_reasoning)

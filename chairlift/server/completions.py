@@ -11,7 +11,7 @@ from chairlift.server.errors import ApiError
 from chairlift.server.logprobs import CompletionLogprobs
 from chairlift.server.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 from chairlift.server.service import Job, Service
-from chairlift.server.sse import DONE, event
+from chairlift.server.sse import DONE, EventMaker, event
 from chairlift.server.usage import usage
 from chairlift.text.answer import Answer
 from chairlift.text.vocabulary import Vocabulary
@@ -24,13 +24,12 @@ def prepare_completion(service: Service, body: CompletionBody) -> Job:
         service.encode(prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt for prompt in prompts
     ]
     vocabulary = service.vocabulary(body.skip_special_tokens)
-    sampling = body.sampling() | {
+    sampling = vocabulary.arguments(body.sampling()) | {
         "max_new_tokens": DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         "num_return_sequences": body.n or 1,
         "logprobs": body.logprobs,
         "prompt_logprobs": body.logprobs if body.echo else None,
         "grammar": grammar_of(body),
-        "tokenizer": vocabulary,
     }
     texts = (
         [prompt if isinstance(prompt, str) else vocabulary.decode(prompt) for prompt in prompts] if body.echo else []
@@ -59,7 +58,7 @@ class Completion:
         self._echoes = echoes
         self._wants_logprobs = body.logprobs is not None
         self._includes_usage = body.includes_usage
-        self._usage_field = {"usage": None} if body.includes_usage else {}
+        self._event = EventMaker(self._base, "choices", {"usage": None} if body.includes_usage else {})
         self._answers: dict[int, Answer] = {}
         self._logprobs: dict[int, CompletionLogprobs] = {}
         self._ended: dict[int, GenerationOutput] = {}
@@ -80,7 +79,7 @@ class Completion:
             self._ended[choice] = output
         elif not new["text"] and not new["logprobs"]:
             return b""
-        return event({**self._base, "choices": [new], **self._usage_field})
+        return self._event([new])
 
     def closing(self) -> bytes:
         """The usage, if asked for."""

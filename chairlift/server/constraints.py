@@ -25,4 +25,6 @@ def grammar_of(body: Sampling) -> Grammar | None:
 
 def schema_grammar(schema: object) -> Grammar:
     """JSON of this schema; None: any JSON object."""
-    return Grammar("json_object") if schema is None else Grammar("json_schema", json.dumps(schema))
+    if schema is None:
+        return Grammar("json_object")
+    return Grammar("json_schema", json.dumps({} if schema is True else schema))  # llguidance wants an object

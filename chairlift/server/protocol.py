@@ -13,8 +13,8 @@ MAX_CHOICES = 128
 MAX_LOGPROBS = 20
 
 TokenIds = list[int]
-Stop = Annotated[str, Field(min_length=1)]
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+Choices = Annotated[list[NotEmpty], Field(min_length=1)]
 
 
 class FieldError(ValueError):
@@ -80,7 +80,7 @@ class Sampling(Body):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=64)] | None = None
+    stop: NotEmpty | Annotated[list[NotEmpty], Field(max_length=64)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None  # for whoever reads the traffic; means nothing here
@@ -91,16 +91,14 @@ class Sampling(Body):
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
-    regex: str | None = Field(default=None, description="the answer matches this regular expression")
-    grammar: str | None = Field(default=None, description="the answer matches this Lark grammar")
+    regex: NotEmpty | None = Field(default=None, description="the answer matches this regular expression")
+    grammar: NotEmpty | None = Field(default=None, description="the answer matches this Lark grammar")
     choice: Choices | None = Field(default=None, description="the answer is one of these")
     priority: int = Field(default=0, description="lower is sooner")
     deadline_s: float | None = Field(
         default=None, gt=0, description="seconds after which the answer ends with finish reason `timeout`"
     )
-    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None, description="cached prefixes are shared only under equal salts"
-    )
+    cache_salt: NotEmpty | None = Field(default=None, description="cached prefixes are shared only under equal salts")
 
     def sampling(self) -> dict[str, Any]:
         """As arguments of `ContinuousBatchingManager.submit`. What is not said is left to the model's generation

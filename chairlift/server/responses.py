@@ -268,11 +268,10 @@ def prepare_response(service: Service, body: ResponsesBody) -> Job:
         template_kwargs=body.chat_template_kwargs,
     )
     limit = body.max_output_tokens
-    sampling = body.sampling() | {
+    sampling = turn.vocabulary.arguments(body.sampling()) | {
         "max_new_tokens": service.room(turn.prompt_ids) if limit is None else limit,
         "logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,
         "grammar": turn.grammar,
-        "tokenizer": turn.vocabulary,
     }
     return Job(
         inputs=[turn.prompt_ids],

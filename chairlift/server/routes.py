@@ -17,6 +17,7 @@ def api_router(service: Service) -> APIRouter:
     """All of the OpenAI routes and their relatives."""
     router = APIRouter()
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
         """200 while requests are taken, 503 otherwise."""

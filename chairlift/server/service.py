@@ -82,7 +82,7 @@ class Service:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; takes its time, so beside the event loop."""
-        return list(self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        return self.vocabulary(skip_special_tokens=True).encode(text, add_special_tokens=add_special_tokens)
 
     def vocabulary(self, skip_special_tokens: bool) -> Vocabulary:
         """The tokenizer for those who read its tokens."""

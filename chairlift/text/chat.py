@@ -197,7 +197,7 @@ def _with_arguments(call: Any, name: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as fault:
+        except (json.JSONDecodeError, RecursionError) as fault:
             raise InvalidRequestError(f"{name}: arguments are not JSON ({fault}): {arguments!r:.80}") from fault
     return {**call, "function": {**function, "arguments": arguments}}
 

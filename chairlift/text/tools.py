@@ -18,6 +18,8 @@ from chairlift.text.reasoning import Piece, ReasoningTags
 
 _TAGS = re.compile(r"(</?tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|\[ARGS\])")
 _MOST_CALLS = 128  # in one answer; without end it may have no end
+_LETTER = re.compile(r"\\.|/|\n", re.DOTALL)  # of a regex: an escaped one, or one that would end it in a Lark grammar
+_ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
 _SPACING = {"whitespace_pattern": r"[ \n\t]{1,32}"}  # of JSON that is not a call; the same goes for it
 
 
@@ -250,7 +252,7 @@ def _as_lark(grammar: Grammar) -> str:
             schema = {"x-guidance": _SPACING, **schema} if isinstance(schema, dict) else schema
             return f"start: %json {json.dumps(schema)}\n"
         case "regex", str(regex):
-            return "start: /" + regex.replace("/", r"\/").replace("\n", r"\n") + "/\n"
+            return "start: /" + _LETTER.sub(lambda found: _ESCAPED.get(found[0], found[0]), regex) + "/\n"
         case _, lark:
             return f"{lark}\n"
 
@@ -277,7 +279,8 @@ def _text_until(rule: str, tag: str, token_of: TokenOf) -> list[str]:
 
 # --- Reading --------------------------------------------------------------------------------------------------------
 
-_HEADER = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[\da-fA-F]{4}))*"'
+_HEADER = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 _NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 _NAME_SO_FAR = re.compile(r"[\w.-]+(\[[\w\]]*)*\s*")
 

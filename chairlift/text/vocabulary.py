@@ -4,12 +4,14 @@ Knows tokenizers by what they can do: those of the `tokenizers` library and what
 anything else that has `decode(ids) -> str`. Refuses to know transformers, and how text grows (see `detokenizer`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
 import tokenizers
+
+from chairlift.errors import InvalidRequestError
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what an incomplete UTF-8 sequence decodes to
 
@@ -66,6 +68,29 @@ class Vocabulary:
             return {added.content: token for token, added in self.backend_tokenizer.get_added_tokens_decoder().items()}
         get = getattr(self.tokenizer, "get_added_vocab", None)
         return {} if get is None else dict(get())
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, by a tokenizer of transformers. Raises InvalidRequestError for what is no Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as fault:
+            raise InvalidRequestError(
+                f"prompt holds half a surrogate pair, {fault.object[fault.start]!a}, at character {fault.start}"
+            ) from None
+        encode: Any = self.tokenizer.encode  # type: ignore[attr-defined]  # whoever only decodes needs none
+        return list(encode(text, add_special_tokens=add_special_tokens))
+
+    def arguments(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """A request's arguments with this as its tokenizer. Text of a hidden token is never found in an answer: a stop
+        string that is one (the end of a turn, say) becomes a stop token as well."""
+        arguments = {**sampling, "tokenizer": self}
+        stops = sampling.get("stop_strings")
+        stops = [stops] if isinstance(stops, str) else stops if isinstance(stops, Iterable) else ()
+        if ends := self.hidden & {self.added_id(stop) for stop in stops if isinstance(stop, str)}:
+            given = sampling.get("stop_token_ids")
+            given = () if given is None else given if isinstance(given, Iterable) else (given,)
+            arguments["stop_token_ids"] = [*ends, *given]
+        return arguments
 
     def decode(self, token_ids: list[int], /) -> str:
         """Text of these tokens, all at once, without the hidden ones."""

@@ -80,6 +80,8 @@ def test_a_bad_line_is_its_own_error_only(folder: str, tmp_path: Path, capsys: p
     bad: list[tuple[Any, str]] = [
         ("{not json", "not JSON"),
         ("[1]", "no JSON object"),
+        ("[" * 100_000, "not JSON"),
+        ('{"custom_id": "\\ud800", "url": "/"}', "url must be one of"),
         ({"method": "POST"}, "custom_id must be a string, got None"),
         (chat("first", "again"), "'first' is that of an earlier line"),
         (chat("m", "x") | {"method": "GET"}, "method must be POST, got 'GET'"),

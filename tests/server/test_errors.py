@@ -50,6 +50,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "logit_bias": {"9999999": 1}}, "logit_bias"),
     (CHAT, {"messages": HELLO, "stop_token_ids": [-1]}, "stop_token_ids"),
     (CHAT, {"messages": HELLO, "regex": "("}, "regex"),
+    (CHAT, {"messages": HELLO, "regex": ""}, "regex"),
+    (CHAT, {"messages": HELLO, "grammar": ""}, "grammar"),
     (CHAT, {"messages": HELLO, "regex": "a", "choice": ["a"]}, "choice"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
@@ -95,6 +97,27 @@ async def test_a_bad_field_is_named(http: httpx.AsyncClient, path: str, body: di
     if path.startswith("/v1"):
         streamed = await http.post(path, json=body | {"stream": True})
         assert streamed.status_code == 400 or param == "stream_options"
+
+
+async def test_half_a_surrogate_pair_is_no_text(http: httpx.AsyncClient) -> None:
+    """JSON can spell what UTF-8 cannot."""
+    bodies = {
+        COMPLETIONS: b'{"prompt": "a\\ud800", "max_tokens": 1}',
+        CHAT: b'{"messages": [{"role": "user", "content": "\\udc00"}], "max_tokens": 1}',
+        RESPONSES: b'{"input": "\\udc00"}',
+        "/tokenize": b'{"prompt": "\\ud83d"}',
+    }
+    for path, content in bodies.items():
+        answer = await http.post(path, content=content, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+        error_of(answer)
+
+
+async def test_arguments_of_an_earlier_call_may_not_be_nested_without_end(http: httpx.AsyncClient) -> None:
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "[" * 100_000}}
+    answer = await http.post(CHAT, json={"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}]})
+    assert answer.status_code == 400, answer.text
+    error_of(answer)
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,23 @@ def test_the_text_ends_before_a_stop_string(llm: LLM) -> None:
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
 
 
+def test_a_stop_string_that_never_shows_ends_the_answer(llm: LLM) -> None:
+    """The end of a turn is a special token, which leaves no text to be found."""
+    end = llm.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    common: dict[str, Any] = {"max_new_tokens": 8, "logit_bias": {end: 100.0}, "ignore_eos": True}
+    (answer,) = llm.generate(PROMPTS[0], stop_strings="<|im_end|>", **common)
+    assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", end)
+    (both,) = llm.generate(PROMPTS[0], stop_strings=["x", "<|im_end|>"], stop_token_ids=7, **common)
+    assert both.stop_reason == end
+    (without,) = llm.generate(PROMPTS[0], **common)
+    assert without.finish_reason == "length"
+
+
+def test_half_a_surrogate_pair_is_no_prompt(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="surrogate"):
+        llm.generate("a\ud800")
+
+
 def test_a_grammar_and_a_deadline_reach_the_engine(llm: LLM) -> None:
     (answer,) = llm.generate(PROMPTS[0], grammar=Grammar(kind="regex", source="[ab]{3}x"), temperature=1.0, seed=1)
     assert re.fullmatch("[ab]{3}x", answer.text)
@@ -235,5 +252,7 @@ def test_a_crash_reaches_whoever_waits() -> None:
         llm.manager._engine.step = crash
         with pytest.raises(EngineDeadError, match="asked for"):
             list(stream)
+        with pytest.raises(EngineDeadError, match="asked for"):
+            next(stream)
         with pytest.raises(EngineDeadError, match="asked for"):
             llm.generate(PROMPTS[0])

@@ -200,3 +200,38 @@ def test_a_grammar_is_compiled_once_and_a_tokenizer_that_grew_read_again() -> No
     assert tokenizer.backend_tokenizer.padding is None
     state = compile_grammar(Grammar("regex", "new|old"), tokenizer).follow([], PLAIN)
     assert len(tokenizer) - 1 in allowed(state)
+
+
+def chain(rule: str, length: int) -> str:
+    """Rules, each of which refers to the next."""
+    return "\n".join([f"start: {rule}0", *(f"{rule}{i}: {rule}{i + 1}" for i in range(length)), f'{rule}{length}: "a"'])
+
+
+@pytest.mark.parametrize("rule", ["r", "R"])
+def test_a_long_chain_of_references_does_not_overflow_the_stack(rule: str) -> None:
+    """The process would end."""
+    state = guided(Grammar("lark", chain(rule, 15_000)))
+    assert allowed(state) == [TOKENIZER.convert_tokens_to_ids("a")]
+
+
+@pytest.mark.parametrize("link", ['{"items": {"$ref": "#/$defs/d%d"}}', '{"allOf": [{"$ref": "#/$defs/d%d"}]}'])
+def test_a_long_chain_of_schemas_does_not_overflow_the_stack(link: str) -> None:
+    size = 2_500
+    links = ", ".join(f'"d{i}": {link % (i + 1)}' for i in range(size))
+    schema = f'{{"$defs": {{{links}, "d{size}": {{}}}}, "$ref": "#/$defs/d0"}}'
+    assert allowed(guided(Grammar("json_schema", schema)))
+
+
+@pytest.mark.parametrize(
+    "grammar", [Grammar("lark", chain("R", 50_000)), Grammar("choice", ("x" * 200_000, "y" * 200_000))]
+)
+def test_a_source_that_is_too_long_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequestError, match="the most"):
+        guided(grammar)
+
+
+def test_a_grammar_that_turns_out_too_large_is_the_requests_fault() -> None:
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}
+    state = guided(Grammar("json_schema", json.dumps(schema)), "{")
+    with pytest.raises(InvalidRequestError, match="cannot be followed"):
+        allowed(state)

@@ -393,3 +393,22 @@ def test_reasoning_comes_before_any_grammar(grammar: Grammar, good: str, bad: st
     assert allows(tokenizer, either, good) and not allows(tokenizer, either, bad)
     assert allows(tokenizer, either, written(HERMES, [("roll", "{}")]))
     assert not allows(tokenizer, either, "Free text.")
+
+
+@pytest.mark.parametrize(
+    ("regex", "good"), [("a/b", "a/b"), (r"a\/b", "a/b"), (r"a\\/b", r"a\/b"), ("a\nb", "a\nb"), ("a\\\nb", "a\nb")]
+)
+def test_a_regex_within_a_lark_grammar_means_what_it_means_alone(regex: str, good: str) -> None:
+    tokenizer = TOKENIZERS["added"]
+    tags = ReasoningTags("<think>", "</think>")
+    grammar = after_reasoning(Grammar("regex", regex), tags, tokenizer.get_added_vocab().get, opened=False)
+    assert allows(tokenizer, grammar, good)
+    assert not allows(tokenizer, grammar, good[:1])
+
+
+@pytest.mark.parametrize("name", [r"\x", "a\nb", r"\u12"])
+def test_a_name_that_is_no_json_is_no_call(name: str) -> None:
+    parser = ToolParser(HERMES)
+    text = f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'
+    pieces = parser.feed(Piece("content", text, 0, len(text))) + parser.finish()
+    assert {piece.kind for piece in pieces} <= {"content"}
