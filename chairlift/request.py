@@ -109,6 +109,7 @@ class Sequence:
         "num_prompt",
         "num_synced",
         "planned_step",
+        "prompt_ids",
         "prompt_logprobs",
         "request",
         "restart_length",
@@ -127,6 +128,7 @@ class Sequence:
         self.request = request
         self.serial = serial  # unique in an engine's life, unlike the request id; also the order of arrival
         self.kv = kv
+        self.prompt_ids: list[int] | None = None  # as outputs show it; one list for all of them
         self.tokens: list[int] = list(request.prompt_ids)  # the prompt and every sampled token the host has seen
         self.num_prompt = len(self.tokens)
         self.max_length = request.max_length
@@ -182,13 +184,15 @@ class Sequence:
         now: float = -1.0,
     ) -> GenerationOutput:
         """Freeze what there is; `new_tokens` counts from the previous call."""
+        if self.prompt_ids is None:
+            self.prompt_ids = list(self.request.prompt_ids)
         new_tokens = self.tokens[self.num_emitted :]
         self.num_emitted = len(self.tokens)
         top_asked = bool(self.request.params.logprobs)
         prompt_top_asked = bool(self.request.params.prompt_logprobs)
         return GenerationOutput(
             request_id=self.request.request_id,
-            prompt_ids=list(self.request.prompt_ids),
+            prompt_ids=self.prompt_ids,
             generated_tokens=self.tokens[self.num_prompt :],
             new_tokens=new_tokens,
             logprobs=list(self.logprobs),

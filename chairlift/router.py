@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,6 +21,8 @@ from chairlift.request import GenerationOutput
 logger = logging.getLogger(__name__)
 
 Callback = Callable[[GenerationOutput], object]
+_Call = tuple[Callback, GenerationOutput]
+_Calls = dict[asyncio.AbstractEventLoop | None, list[_Call]]  # by loop; None: the callback thread
 
 
 @dataclass
@@ -69,18 +71,15 @@ class Router:
         return request_id in self._expected
 
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
-        """Hand out a step's outputs; wakes each waiting thread and each event loop once."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]] = {}
+        """Hand out a step's outputs; wakes each waiting thread, the callback thread and each event loop once."""
+        calls: _Calls = {}
         with self._lock:
             for output in outputs:
-                self._route(output, loops)
-        _call_on_loops(loops)
+                self._route(output, calls)
+            self._calls.put(calls.pop(None, ()))
+        _call_on_loops(calls)
 
-    def _route(
-        self,
-        output: GenerationOutput,
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]],
-    ) -> None:
+    def _route(self, output: GenerationOutput, calls: _Calls) -> None:
         request_id, finished = output.request_id, output.is_finished()
         if finished:
             self._expected.discard(request_id)
@@ -88,10 +87,7 @@ class Router:
             if finished:
                 del self._handlers[request_id]
             callback, loop = handler
-            if loop is None:
-                self._calls.put(callback, output)
-            else:
-                loops.setdefault(loop, []).append((callback, output))
+            calls.setdefault(loop, []).append((callback, output))
         else:
             self._outputs[self._serial] = output
             self._by_request.setdefault(request_id, deque()).append(self._serial)
@@ -116,14 +112,15 @@ class Router:
 
     def fail(self, cause: BaseException) -> None:
         """The engine died: waiters raise, and each handler gets a last output with the cause."""
-        loops: dict[asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]] = {}
+        calls: _Calls = {}
         with self._lock:
             self._cause, self._closed = cause, True
             for request_id in self._expected & self._handlers.keys():
-                self._route(GenerationOutput(request_id=request_id).failed(cause), loops)
+                self._route(GenerationOutput(request_id=request_id).failed(cause), calls)
             self._expected.clear()
             self._wake_all()
-        _call_on_loops(loops)
+            self._calls.put(calls.pop(None, ()))
+        _call_on_loops(calls)
 
     def _wake_all(self) -> None:
         for request_id in self._waiters:
@@ -198,10 +195,10 @@ class Router:
             waiting = [self._outputs.pop(serial) for serial in self._by_request.pop(request_id, ())]
             if request_id in self._expected or (may_wait and not waiting):
                 self._handlers[request_id] = (callback, loop)
-            for output in waiting:
-                if loop is None:
-                    self._calls.put(callback, output)
-                else:
+            if loop is None:
+                self._calls.put([(callback, output) for output in waiting])
+            else:
+                for output in waiting:
                     loop.call_soon(partial(_call, callback, output))
             return bool(waiting) or request_id in self._expected
 
@@ -242,36 +239,39 @@ def _call(callback: Callback, output: GenerationOutput) -> None:
         logger.exception("the result handler of request %r raised", output.request_id)
 
 
-def _call_all(calls: list[tuple[Callback, GenerationOutput]]) -> None:
+def _call_all(calls: Iterable[_Call]) -> None:
     for callback, output in calls:
         _call(callback, output)
 
 
-def _call_on_loops(loops: dict[asyncio.AbstractEventLoop, list[tuple[Callback, GenerationOutput]]]) -> None:
-    for loop, calls in loops.items():
+def _call_on_loops(calls: _Calls) -> None:
+    for loop, its_own in calls.items():
+        assert loop is not None
         try:
-            loop.call_soon_threadsafe(_call_all, calls)
+            loop.call_soon_threadsafe(_call_all, its_own)
         except RuntimeError:  # the loop has been closed: nobody is left to hear
-            logger.warning("%d outputs were for an event loop that is closed", len(calls))
+            logger.warning("%d outputs were for an event loop that is closed", len(its_own))
 
 
 class _CallbackThread:
     """Runs callbacks one after another beside the engine, so that a slow one delays no step."""
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callback, GenerationOutput] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Sequence[_Call] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, callback: Callback, output: GenerationOutput) -> None:
+    def put(self, calls: Sequence[_Call]) -> None:
         """Called under the router's lock, so that one thread is started."""
+        if not calls:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="chairlift-callbacks", daemon=True)
             self._thread.start()
-        self._calls.put((callback, output))
+        self._calls.put(calls)
 
     def _run(self) -> None:
-        while (item := self._calls.get()) is not None:
-            _call(*item)
+        while (calls := self._calls.get()) is not None:
+            _call_all(calls)
 
     def stop(self) -> None:
         thread, self._thread = self._thread, None

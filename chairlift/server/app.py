@@ -18,6 +18,7 @@ from chairlift.server.errors import ApiError, ClientGoneError, on_error
 from chairlift.server.page import router as page_router
 from chairlift.server.routes import api_router
 from chairlift.server.service import Service
+from chairlift.server.sse import SHORT_CUT
 from chairlift.server.tracing import Tracing
 
 MAX_BODY_BYTES = 16 << 20
@@ -39,6 +40,7 @@ class Gate:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
+        scope[SHORT_CUT] = send
         try:
             scope["tenant"] = self._tenant(headers.get(b"authorization", b""), scope["path"])
             length = headers.get(b"content-length", b"0")

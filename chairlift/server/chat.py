@@ -30,7 +30,7 @@ NOT_FOR_TEMPLATES = {
         "chat_template",
     ),
     *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "self", "tokenizer"),
 }
 
 
