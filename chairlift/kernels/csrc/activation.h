@@ -5,7 +5,7 @@
 
 namespace cl {
 
-CL_INLINE V silu(V x) { return x / (all(1.0f) + exp(zero() - x)); }
+template <class T> CL_INLINE V silu(V x) { return x / (all(1.0f) + exp_for<T>(zero() - x)); }
 
 CL_INLINE V gelu(V x) { return all(0.5f) * x * (all(1.0f) + erf(x * all(0.707106781f))); }
 
@@ -14,9 +14,10 @@ CL_INLINE V gelu_tanh(V x) {
   return all(0.5f) * x * (all(1.0f) + tanh(inner));
 }
 
-CL_INLINE V activate(int64_t act, V x) {
+// For a result that is rounded to T.
+template <class T> CL_INLINE V activate(int64_t act, V x) {
   switch (act) {
-    case CL_SILU: return silu(x);
+    case CL_SILU: return silu<T>(x);
     case CL_GELU_TANH: return gelu_tanh(x);
     case CL_GELU: return gelu(x);
     case CL_RELU: return max(zero(), x);

@@ -40,11 +40,12 @@ Block block_of(const Phase &phase, Task task) {
 }
 
 // Calls `f(row, column, lanes)` for each vector of a task, `lanes` of whose elements exist.
-template <class F> CL_INLINE void each_vector(const Phase &phase, Task task, F &&f) {
+template <class F> CL_INLINE void for_block(const Phase &phase, Task task, F &&f) {
   Block block = block_of(phase, task);
   for (int64_t row = block.rows.begin; row < block.rows.end; row++)
-    for (int64_t column = block.columns.begin; column < block.columns.end; column += kLanes)
-      f(row, column, block.columns.end - column);
+    each_vector(block.columns.end - block.columns.begin, [&](int64_t column, int64_t lanes) CL_INLINE_LAMBDA {
+      f(row, block.columns.begin + column, lanes);
+    });
 }
 
 // A kernel from a function template over the number type, `Run<T>::run`.
@@ -65,7 +66,7 @@ template <class T> struct Embed {
     const T *table = phase.pointer<const T>(0);
     T *out = phase.pointer<T>(1);
     V scale = all(op.f[0]);
-    each_vector(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
+    for_block(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
       const T *from = table + phase.step->token_ids[row] * op.n[0];
       store(out + row * op.n[1] + column, load(from + column, lanes) * scale, lanes);
     });
@@ -88,7 +89,7 @@ template <class T> struct Add {
     const ClOp &op = *phase.op;
     const T *x = phase.pointer<const T>(0), *y = phase.pointer<const T>(1);
     T *out = phase.pointer<T>(2);
-    each_vector(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
+    for_block(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
       V sum = load(x + row * op.n[1] + column, lanes) + load(y + row * op.n[2] + column, lanes);
       store(out + row * op.n[3] + column, sum, lanes);
     });
@@ -100,7 +101,7 @@ template <class T, class F> CL_INLINE void map(const Phase &phase, Task task, F 
   const ClOp &op = *phase.op;
   const T *x = phase.pointer<const T>(0);
   T *out = phase.pointer<T>(1);
-  each_vector(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
+  for_block(phase, task, [&](int64_t row, int64_t column, int64_t lanes) {
     store(out + row * op.n[2] + column, f(load(x + row * op.n[1] + column, lanes)), lanes);
   });
 }
@@ -115,7 +116,7 @@ template <class T> struct Scale {
 template <class T> struct Act {
   static void run(const Phase &phase, Task task) {
     int64_t act = phase.op->n[3];
-    map<T>(phase, task, [&](V x) { return activate(act, x); });
+    map<T>(phase, task, [&](V x) { return activate<T>(act, x); });
   }
 };
 
@@ -279,26 +280,26 @@ template <class T> struct Norm {
     const float count = static_cast<float>(width);
     float mean = 0.0f;
     if (flags & CL_LAYER_NORM)
-      mean = sum_over(width, [&](int64_t i, int64_t lanes) { return load(x + i, lanes); }) / count;
+      mean = sum_over(width, [&](int64_t i, int64_t n) CL_INLINE_LAMBDA { return load(x + i, n); }) / count;
     V center = all(mean);
-    float squares = sum_over(width, [&](int64_t i, int64_t lanes) {
-      V d = first(lanes, load(x + i, lanes) - center, zero());
+    float squares = sum_over(width, [&](int64_t i, int64_t n) CL_INLINE_LAMBDA {
+      V d = first(n, load(x + i, n) - center, zero());
       return d * d;
     });
     V scale = all(1.0f / sqrtf(squares / count + eps));
-    for (int64_t i = 0; i < width; i += kLanes) {
-      V v = (load(x + i, width - i) - center) * scale;
-      store(out + i, weighted(v, i), width - i);
-    }
+    each_vector(width, [&](int64_t i, int64_t n) CL_INLINE_LAMBDA {
+      V v = (load(x + i, n) - center) * scale;
+      store(out + i, weighted(v, i, n), n);
+    });
   }
 
-  CL_INLINE V weighted(V v, int64_t i) const {
+  CL_INLINE V weighted(V v, int64_t i, int64_t n) const {
     if (flags & CL_ROUND_FIRST) v = round_to<T>(v);
     if (weight) {
-      V w = load(weight + i, width - i);
+      V w = load(weight + i, n);
       v = v * (flags & CL_PLUS_ONE ? w + all(1.0f) : w);
     }
-    return bias ? v + load(bias + i, width - i) : v;
+    return bias ? v + load(bias + i, n) : v;
   }
 };
 
@@ -320,8 +321,9 @@ template <class T> struct RunAddNorm {
     for (int64_t row = rows.begin; row < rows.end; row++) {
       const T *x = phase.pointer<const T>(0) + row * op.n[1], *y = phase.pointer<const T>(1) + row * op.n[2];
       T *sum = phase.pointer<T>(2) + row * op.n[3];
-      for (int64_t i = 0; i < op.n[0]; i += kLanes)
-        store(sum + i, load(x + i, op.n[0] - i) + load(y + i, op.n[0] - i), op.n[0] - i);
+      each_vector(op.n[0], [&](int64_t i, int64_t n) CL_INLINE_LAMBDA {
+        store(sum + i, load(x + i, n) + load(y + i, n), n);
+      });
       norm.run(sum, phase.pointer<T>(5) + row * op.n[4]);
     }
   }

@@ -244,7 +244,7 @@ template <class T> void run_linear(const Phase &phase, Task task, Thread &thread
 
 // act(gate) * up, each rounded as the modules would that compute them one by one.
 template <class T> CL_INLINE V gated(int64_t act, V gate, V up) {
-  return round_to<T>(activate(act, round_to<T>(gate))) * round_to<T>(up);
+  return round_to<T>(activate<T>(act, round_to<T>(gate))) * round_to<T>(up);
 }
 
 template <class T> void run_gated(const Phase &phase, Task task, Thread &thread) {

@@ -47,17 +47,20 @@ template <class T> void normalise(T *x, const T *weight, int64_t width, int64_t 
   }
 }
 
-// Element i is turned together with element i + dim / 2.
-template <class T> void rotate_halves(T *x, const T *cos, const T *sin, int64_t dim) {
+// Element i of each head is turned together with element i + dim / 2.
+template <class T>
+void rotate_halves(T *x, int64_t heads, int64_t head_dim, const T *cos, const T *sin, int64_t dim) {
   const int64_t half = dim / 2;
-  for (int64_t i = 0; i < half; i += kLanes) {
-    int64_t n = half - i;
-    V a = load(x + i, n), b = load(x + half + i, n);
-    V low = fma(a, load(cos + i, n), zero() - b * load(sin + i, n));
-    V high = fma(b, load(cos + half + i, n), a * load(sin + half + i, n));
-    store(x + i, low, n);
-    store(x + half + i, high, n);
-  }
+  each_vector(half, [&](int64_t i, int64_t n) CL_INLINE_LAMBDA {
+    const V cos_low = load(cos + i, n), sin_low = load(sin + i, n);
+    const V cos_high = load(cos + half + i, n), sin_high = load(sin + half + i, n);
+    T *low = x + i;
+    for (int64_t head = 0; head < heads; head++, low += head_dim) {
+      V a = load(low, n), b = load(low + half, n);
+      store(low, fma(a, cos_low, zero() - b * sin_low), n);
+      store(low + half, fma(b, cos_high, a * sin_high), n);
+    }
+  });
 }
 
 // Element 2i is turned together with element 2i + 1.
@@ -86,6 +89,14 @@ template <class T> void store_value(const T *value, T *unit, int64_t slot, Cache
   for (int64_t d = 0; d < shape.head_dim; d++) row[d * depth] = value[d];
 }
 
+// The values of two tokens that `Multiply` takes together.
+template <class T> void store_pair(const T *value, const T *next, T *unit, int64_t slot, CacheShape shape) {
+  T *row = unit + slot * shape.columns();
+  int64_t d = 0;
+  for (; d + kLanes <= shape.head_dim; d += kLanes) write_pairs(row + 2 * d, value + d, next + d);
+  for (; d < shape.head_dim; d++) row[2 * d] = value[d], row[2 * d + 1] = next[d];
+}
+
 const ClRequest &request_of(const ClStep &step, int64_t token) {
   const ClRequest *end = step.requests + step.num_requests;
   auto starts_behind = [](int64_t t, const ClRequest &request) { return t < request.start; };
@@ -96,36 +107,50 @@ template <class T> class Tokens {
  public:
   explicit Tokens(const Phase &phase) : phase_(phase), a_(*phase.op) {}
 
-  void run(int64_t token) const {
-    const ClRequest &request = request_of(*phase_.step, token);
-    int64_t position = request.position + token - request.start, slot = position % kUnit;
-    const int64_t angle = a_.by_position ? position : token;
-    heads(phase_.pointer<T>(0) + token * a_.q_stride, phase_.pointer<const T>(5), a_.q_heads, angle);
-    T *key = phase_.pointer<T>(1) + token * a_.k_stride;
-    heads(key, phase_.pointer<const T>(6), a_.kv_heads, angle);
-
-    CacheShape shape{a_.kv_heads, a_.head_dim};
-    Pages<T> pages = pages_of(phase_.pointer<T>(7), phase_.step->groups[a_.group], request, shape);
-    const T *value = phase_.pointer<const T>(2) + token * a_.v_stride;
-    for (int64_t head = 0; head < a_.kv_heads; head++) {
-      T *unit = pages.keys(position / kUnit, head);
-      store_key(key + head * a_.head_dim, unit, slot, a_.head_dim);
-      store_value(value + head * a_.head_dim, pages.values_behind(unit), slot, shape);
+  void run(Range tokens) const {
+    for (int64_t token = tokens.begin; token < tokens.end; token++) {
+      const ClRequest &request = request_of(*phase_.step, token);
+      const Range together = {std::max<int64_t>(tokens.begin, request.start),
+                              std::min<int64_t>(tokens.end, request.start + request.count)};
+      run(token, request, together);
     }
   }
 
  private:
-  void heads(T *x, const T *weight, int64_t count, int64_t angle) const {
+  // `together`: tokens of the same request that the task has.
+  void run(int64_t token, const ClRequest &request, Range together) const {
+    int64_t position = request.position + token - request.start, slot = position % kUnit;
+    const int64_t angle = a_.by_position ? position : token;
+    turn(phase_.pointer<T>(0) + token * a_.q_stride, phase_.pointer<const T>(5), a_.q_heads, angle);
+    T *key = phase_.pointer<T>(1) + token * a_.k_stride;
+    turn(key, phase_.pointer<const T>(6), a_.kv_heads, angle);
+
+    CacheShape shape{a_.kv_heads, a_.head_dim};
+    T *unit = pages_of(phase_.pointer<T>(7), phase_.step->groups[a_.group], request, shape).keys(position / kUnit, 0);
+    const T *value = phase_.pointer<const T>(2) + token * a_.v_stride;
+    for (int64_t head = 0; head < a_.kv_heads; head++, unit += shape.head_elements()) {
+      store_key(key + head * a_.head_dim, unit, slot, a_.head_dim);
+      store_values(value + head * a_.head_dim, unit + shape.key_elements(), slot, shape, token, together);
+    }
+  }
+
+  void store_values(const T *value, T *unit, int64_t slot, CacheShape shape, int64_t token, Range together) const {
+    if constexpr (Multiply<T>::depth == 2) {
+      if (slot % 2 == 0 && token + 1 < together.end) return store_pair(value, value + a_.v_stride, unit, slot, shape);
+      if (slot % 2 == 1 && token > together.begin) return;  // stored with the one before
+    }
+    store_value(value, unit, slot, shape);
+  }
+
+  // Normalise and rotate heads.
+  void turn(T *x, const T *weight, int64_t heads, int64_t angle) const {
     const T *cos = phase_.pointer<const T>(3) + angle * a_.cos_stride;
     const T *sin = phase_.pointer<const T>(4) + angle * a_.cos_stride;
-    for (int64_t head = 0; head < count; head++, x += a_.head_dim) {
-      if (weight) normalise(x, weight, a_.head_dim, a_.norm_flags, phase_.op->f[0]);
-      if (!a_.rotary_dim) continue;
-      if (a_.interleaved)
-        rotate_pairs(x, cos, sin, a_.rotary_dim);
-      else
-        rotate_halves(x, cos, sin, a_.rotary_dim);
-    }
+    for (int64_t head = 0; weight && head < heads; head++)
+      normalise(x + head * a_.head_dim, weight, a_.head_dim, a_.norm_flags, phase_.op->f[0]);
+    if (!a_.rotary_dim) return;
+    if (!a_.interleaved) return rotate_halves(x, heads, a_.head_dim, cos, sin, a_.rotary_dim);
+    for (int64_t head = 0; head < heads; head++) rotate_pairs(x + head * a_.head_dim, cos, sin, a_.rotary_dim);
   }
 
   const Phase &phase_;
@@ -136,8 +161,7 @@ void run(const Phase &phase, Task task, Thread &) {
   int64_t size = Arguments(*phase.op).tokens_per_task(), begin = task.index * size;
   int64_t end = std::min(begin + size, phase.step->num_tokens);
   with_type(phase.op->type, [&](auto type) {
-    Tokens<decltype(type)> tokens(phase);
-    for (int64_t token = begin; token < end; token++) tokens.run(token);
+    Tokens<decltype(type)>(phase).run({begin, end});
   });
 }
 

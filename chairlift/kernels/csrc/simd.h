@@ -21,6 +21,7 @@
 #endif
 
 #define CL_INLINE inline __attribute__((always_inline))
+#define CL_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace cl {
 
@@ -159,6 +160,14 @@ CL_INLINE Words read_halfwords(const void *p) {
   Halfwords h;
   memcpy(&h, p, sizeof h);
   return widened(h);
+}
+
+// Two rows of numbers, side by side: a[0], b[0], a[1], ...
+CL_INLINE void write_pairs(bf16 *p, const bf16 *a, const bf16 *b) {
+  for (int i = 0; i < kLanes; i += kRegisterLanes) {
+    Words pairs = read_halfwords(a + i) | read_halfwords(b + i) << 16;
+    memcpy(p + 2 * i, &pairs, sizeof pairs);
+  }
 }
 
 CL_INLINE void read(Register &v, const bf16 *p) { v.r = (Floats)(read_halfwords(p) << 16); }
@@ -345,11 +354,19 @@ template <class T> CL_INLINE void store(T *p, V v, int64_t n) {
   memcpy(p, buffer, (size_t)n * sizeof(T));
 }
 
+// Calls f(column, lanes) for each vector of a row; `lanes` is a constant, except for the last one of an odd width.
+template <class F> CL_INLINE void each_vector(int64_t width, F &&f) {
+  int64_t column = 0;
+  for (; column + kLanes <= width; column += kLanes) f(column, int64_t{kLanes});
+  if (column < width) f(column, width - column);
+}
+
 alignas(64) inline constexpr float kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 // The first n lanes of v (n may be negative or above 16), `rest` in the others.
 CL_INLINE V first(int64_t n, V v, V rest) {
-  return where_less(load(kLaneNumbers), all((float)(n < 0 ? 0 : n > kLanes ? kLanes : n)), v, rest);
+  if (n >= kLanes) return v;
+  return where_less(load(kLaneNumbers), all((float)(n < 0 ? 0 : n)), v, rest);
 }
 
 // The sum and the largest of the lanes, always combined in the same order.
@@ -404,6 +421,11 @@ CL_INLINE V exp(V x) {
   f = fma(whole, all(2.12194440e-4f), f);
   V e = fma(f * f, polynomial(c, f), f) + all(1.0f);
   return scale_by_power(e, whole);
+}
+
+// The same for a result that is rounded to T.
+template <class T> CL_INLINE V exp_for(V x) {
+  return sizeof(T) < sizeof(float) ? exp2_for<T>(min(all(128.0f), x * all(1.44269504f))) : exp(x);
 }
 
 CL_INLINE V tanh(V x) {
