@@ -75,9 +75,13 @@ class Line:
 
 def _open_input(path: Path) -> BinaryIO:
     try:
-        return path.open("rb")
+        file = path.open("rb")
     except OSError as error:
         raise UsageError(str(error)) from error
+    if not file.seekable():
+        file.close()
+        raise UsageError(f"{path} can be read only once; give a file")
+    return file
 
 
 class Answers:
@@ -103,6 +107,8 @@ class Answers:
 
     def _take_up(self) -> None:
         """Read what is there, and drop half a line."""
+        if not self._path.is_file():
+            raise UsageError(f"{self._path} is no file; answers are read again when the command is")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

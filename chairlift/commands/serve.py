@@ -62,13 +62,15 @@ class Serve:
             if path is not None
         }
         name = self.served_model_name or served_name(self.model)
-        environment = os.environ.get("CHAIRLIFT_API_KEY")
+        keys = self._keys()
+        if not 0 <= self.port < 1 << 16:
+            raise UsageError(f"--port {self.port} makes no sense: give 0 to 65535")
         with self._tracing(name) as tracing, self.engine.open(self.model) as llm:
             app = create_app(
                 llm.manager,
                 llm.tokenizer,
                 model_name=name,
-                api_keys=(*self.api_key, environment) if environment else self.api_key,
+                api_keys=keys,
                 cors_origins=self.cors_origin,
                 max_body_bytes=int(self.max_body_mib * (1 << 20)),
                 chat_template=template,
@@ -84,6 +86,14 @@ class Serve:
                 **tls,
             )
         return 0
+
+    def _keys(self) -> list[str]:
+        """Without white space around them, which no header brings. An empty one would open the API to all."""
+        environment = os.environ.get("CHAIRLIFT_API_KEY")
+        keys = [key.strip() for key in (*self.api_key, *([environment] if environment else ()))]
+        if not all(keys):
+            raise UsageError("an API key is empty: give --api-key and CHAIRLIFT_API_KEY a value, or leave them out")
+        return keys
 
     @contextmanager
     def _tracing(self, model_name: str) -> "Iterator[Tracing | None]":

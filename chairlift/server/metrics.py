@@ -81,7 +81,10 @@ class Metrics(Collector):
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of an answer to a scrape with this `Accept` header."""
-        encode, content_type = choose_encoder(accept)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except TypeError:  # a version in it that is no number
+            encode, content_type = choose_encoder("")
         return encode(self._registry), content_type
 
     def describe(self) -> Iterable[Metric]:

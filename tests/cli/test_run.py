@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import random
 import signal
 import time
@@ -220,3 +221,18 @@ def test_a_dead_engine_is_no_answer(
     assert 0 < done < 6
     assert run(source, target, folder) == 0
     assert {answer["response"]["status_code"] for answer in read(target).values()} == {200}
+
+
+def test_what_is_no_file_is_refused(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The input is read twice, and the output when the command is given again."""
+    source = write(tmp_path / "in", [chat("a", "Hello")])
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    held = os.open(pipe, os.O_RDWR)
+    try:
+        assert run(pipe, tmp_path / "out", folder) != 0
+    finally:
+        os.close(held)
+    assert "only once" in capsys.readouterr().err
+    assert run(source, Path("/dev/null"), folder) != 0
+    assert "is no file" in capsys.readouterr().err

@@ -139,3 +139,14 @@ def test_prompts_of_a_file(folder: str, tmp_path: Path) -> None:
     assert main(["bench", folder, *ENGINE, *flags, "--json", str(file)]) == 0
     lengths = [record["prompt_tokens"] for record in json.loads(file.read_text())["records"]]
     assert lengths[0] == lengths[2] == lengths[4] < lengths[1] == lengths[3]
+
+
+def test_a_port_is_not_taken_modulo_anything(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", folder, *ENGINE, "--port", "99999"]) != 0
+    assert "65535" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["", "  "])
+def test_an_empty_key_would_open_the_server_to_all(folder: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", folder, *ENGINE, "--port", "0", "--api-key", key]) != 0
+    assert "empty" in capsys.readouterr().err

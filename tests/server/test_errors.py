@@ -57,6 +57,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HELLO, "tools": [{"type": "retrieval"}]}, "tools[0].type"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenizer": 1}}, "chat_template_kwargs"),
     (CHAT, {"messages": []}, "messages"),
     (CHAT, {}, "messages"),
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
@@ -97,6 +99,18 @@ async def test_a_bad_field_is_named(http: httpx.AsyncClient, path: str, body: di
     if path.startswith("/v1"):
         streamed = await http.post(path, json=body | {"stream": True})
         assert streamed.status_code == 400 or param == "stream_options"
+
+
+@pytest.mark.parametrize("accept", ["application/openmetrics-text; version=x", "application/openmetrics-text;;q=,"])
+async def test_metrics_for_whoever_does_not_know_what_to_accept(http: httpx.AsyncClient, accept: str) -> None:
+    answer = await http.get("/metrics", headers={"accept": accept})
+    assert answer.status_code == 200
+    assert "vllm:num_requests_running" in answer.text
+
+
+async def test_health_is_asked_for_without_a_body(http: httpx.AsyncClient) -> None:
+    answer = await http.head("/health")
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 async def test_half_a_surrogate_pair_is_no_text(http: httpx.AsyncClient) -> None:
