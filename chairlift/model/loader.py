@@ -8,6 +8,7 @@ import copy
 import inspect
 import os
 import weakref
+from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +22,7 @@ from chairlift.config import DeviceFacts, ModelFacts
 from chairlift.errors import UnsupportedModelError
 from chairlift.kernels import ops_for
 from chairlift.model.attention import ATTENTION, DISCOVERY, LayerCall, Plan, Seam
-from chairlift.model.fused import Call, Seen, candidates, fuse, is_hooked, watched
+from chairlift.model.fused import Call, Seen, candidates, fuse, watched
 from chairlift.model.layers import Derived, Invariant, Projection, RopeTable, calls_torch_itself, replacement, stamp
 
 HOOKS = (
@@ -48,6 +49,13 @@ class _Place(NamedTuple):
     @property
     def tensor(self) -> Tensor | None:
         tensor: Tensor | None = getattr(self.shadow, self.table).get(self.name)
+        return tensor
+
+    @property
+    def newest(self) -> Tensor | None:
+        """What the user's model has there, if there still is one."""
+        original = self.original()
+        tensor: Tensor | None = self.tensor if original is None else getattr(original, self.table).get(self.name)
         return tensor
 
 
@@ -79,6 +87,7 @@ class Shadow:
         self._places = _places(model, self.module)
         self._model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
+        self._children = _children(model.modules())
         self._kinds = [_kind(place) for place in self._places]
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or PROBE_TOKENS
         self.probe_tokens = [token % vocab_size(model) for token in range(min(PROBE_TOKENS, limit))]
@@ -90,7 +99,10 @@ class Shadow:
         self.ropes = [rope for rope in ropes if rope.kind != "default"]  # factors depend on the sequence's length
         # How many modules of each class are done in fewer calls, by weights laid out together.
         self.fused = fuse(self.module, calls, seen, self.ops) if self.ops.packs else {}
-        self._versions = [_version(place) for place in self._places]
+        self._versions = _versions(place.tensor for place in self._places)
+        self._hooks = [
+            hooks for module in self.module.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
 
     @property
     def packed_bytes(self) -> int:
@@ -100,7 +112,7 @@ class Shadow:
     @property
     def is_hooked(self) -> bool:
         """Whether the user has a hook on any module."""
-        return is_hooked(self.module.modules())
+        return any(self._hooks)
 
     @property
     def restart_length(self) -> int | None:
@@ -131,26 +143,31 @@ class Shadow:
         Raises UnsupportedModelError if the model is no longer the one that this shadow was made for: other modules, or
         weights of other shapes, types or devices.
         """
-        for place in self._places:
-            original = place.original()
-            if original is not None and getattr(original, place.table).get(place.name) is not place.tensor:
-                getattr(place.shadow, place.table)[place.name] = getattr(original, place.table).get(place.name)
-        self._check_structure()
-        versions = [_version(place) for place in self._places]
+        newest = [place.newest for place in self._places]
+        versions = _versions(newest)
+        self._check_modules()
         if not force and versions == self._versions:
             return False
+        for place, tensor in zip(self._places, newest, strict=True):
+            if tensor is not place.tensor:
+                getattr(place.shadow, place.table)[place.name] = tensor
+        if [_kind(place) for place in self._places] != self._kinds:
+            raise self._other_model()
         self._versions = versions
         for module in self.module.modules():
             if isinstance(module, Derived):
                 module.refresh(force)
         return True
 
-    def _check_structure(self) -> None:
-        model = self._model()
-        modules = [reference() for reference in self._modules]
-        if (model is None or list(model.modules()) == modules) and [_kind(p) for p in self._places] == self._kinds:
+    def _check_modules(self) -> None:
+        if self._model() is None:
             return
-        raise UnsupportedModelError(
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        if len(modules) < len(self._modules) or _children(modules) != self._children:
+            raise self._other_model()
+
+    def _other_model(self) -> UnsupportedModelError:
+        return UnsupportedModelError(
             f"{self.name} has got other modules, or weights of another shape, type or device, since the engine was "
             "made for it; make a new one"
         )
@@ -246,9 +263,14 @@ def _places(model: nn.Module, shadow: nn.Module) -> list[_Place]:
     return places
 
 
-def _version(place: _Place) -> tuple[int, ...]:
-    tensor = place.tensor
-    return () if tensor is None else stamp(tensor)
+def _children(modules: Iterable[nn.Module]) -> list[int]:
+    """Who stands where below these modules: it costs less than a walk over a model, and every wake-up asks."""
+    return [id(child) for module in modules for child in module._modules.values()]
+
+
+def _versions(tensors: Iterable[Tensor | None]) -> list[tuple[object, ...]]:
+    """They differ once a tensor was replaced, written to, moved or given another shape."""
+    return [() if tensor is None else (*stamp(tensor), tensor.shape) for tensor in tensors]
 
 
 def _kind(place: _Place) -> tuple[object, ...]:
