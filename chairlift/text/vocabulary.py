@@ -4,7 +4,7 @@ Knows tokenizers by what they can do: those of the `tokenizers` library and what
 anything else that has `decode(ids) -> str`. Refuses to know transformers, and how text grows (see `detokenizer`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -85,11 +85,11 @@ class Vocabulary:
         string that is one (the end of a turn, say) becomes a stop token as well."""
         arguments = {**sampling, "tokenizer": self}
         stops = sampling.get("stop_strings")
-        stops = [stops] if isinstance(stops, str) else stops if isinstance(stops, Iterable) else ()
+        stops = [stops] if isinstance(stops, str) else stops if isinstance(stops, Collection) else ()
         if ends := self.hidden & {self.added_id(stop) for stop in stops if isinstance(stop, str)}:
             given = sampling.get("stop_token_ids")
-            given = () if given is None else given if isinstance(given, Iterable) else (given,)
-            arguments["stop_token_ids"] = [*ends, *given]
+            is_one = not isinstance(given, Iterable) or getattr(given, "ndim", 1) == 0
+            arguments["stop_token_ids"] = [*ends, *(() if given is None else (given,) if is_one else given)]
         return arguments
 
     def decode(self, token_ids: list[int], /) -> str:

@@ -101,8 +101,9 @@ def test_a_stop_string_that_never_shows_ends_the_answer(llm: LLM) -> None:
     common: dict[str, Any] = {"max_new_tokens": 8, "logit_bias": {end: 100.0}, "ignore_eos": True}
     (answer,) = llm.generate(PROMPTS[0], stop_strings="<|im_end|>", **common)
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("", "stop", end)
-    (both,) = llm.generate(PROMPTS[0], stop_strings=["x", "<|im_end|>"], stop_token_ids=7, **common)
-    assert both.stop_reason == end
+    for other in (7, [7], torch.tensor(7), torch.tensor([7])):
+        (both,) = llm.generate(PROMPTS[0], stop_strings=["x", "<|im_end|>"], stop_token_ids=other, **common)
+        assert both.stop_reason == end
     (without,) = llm.generate(PROMPTS[0], **common)
     assert without.finish_reason == "length"
 
