@@ -65,6 +65,10 @@ class Serve:
         keys = self._keys()
         if not 0 <= self.port < 1 << 16:
             raise UsageError(f"--port {self.port} makes no sense: give 0 to 65535")
+        if not 0 < self.max_body_mib < 1 << 30:
+            raise UsageError(f"--max-body-mib {self.max_body_mib} makes no sense: give a number above 0")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise UsageError("--ssl-keyfile is of no use without --ssl-certfile")
         with self._tracing(name) as tracing, self.engine.open(self.model) as llm:
             app = create_app(
                 llm.manager,

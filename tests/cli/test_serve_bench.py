@@ -141,9 +141,19 @@ def test_prompts_of_a_file(folder: str, tmp_path: Path) -> None:
     assert lengths[0] == lengths[2] == lengths[4] < lengths[1] == lengths[3]
 
 
-def test_a_port_is_not_taken_modulo_anything(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", folder, *ENGINE, "--port", "99999"]) != 0
-    assert "65535" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        (["--port", "99999"], "65535"),  # sockets take it modulo 65536
+        (["--max-body-mib", "nan"], "above 0"),
+        (["--ssl-keyfile", "key.pem"], "--ssl-certfile"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    folder: str, flags: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", folder, *ENGINE, *flags]) != 0
+    assert complaint in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", "  "])
