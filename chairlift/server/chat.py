@@ -11,7 +11,7 @@ from chairlift.server.constraints import grammar_of
 from chairlift.server.errors import ApiError
 from chairlift.server.logprobs import chat_logprobs
 from chairlift.server.protocol import ChatBody
-from chairlift.server.service import Job, Service
+from chairlift.server.service import Job, Service, Shape
 from chairlift.server.sse import DONE, EventMaker, event
 from chairlift.server.usage import reasoning_tokens, usage
 from chairlift.text.answer import Delta
@@ -19,18 +19,26 @@ from chairlift.text.chat import Turn
 
 # Arguments of the rendering itself.
 NOT_FOR_TEMPLATES = {
-    *(
-        "grammar",
-        "messages",
-        "conversation",
-        "tools",
-        "tool_choice",
-        "parallel_tool_calls",
-        "documents",
-        "chat_template",
-    ),
-    *("add_generation_prompt", "continue_final_message", "tokenize", "tokenizer_kwargs", "padding", "truncation"),
-    *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "self", "tokenizer"),
+    "self",
+    "tokenizer",
+    "conversation",
+    "messages",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "documents",
+    "chat_template",
+    "grammar",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "tokenizer_kwargs",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
 }
 
 
@@ -45,18 +53,37 @@ def prepare_chat(service: Service, body: ChatBody) -> Job:
         grammar=grammar_of(body),
         template_kwargs=body.chat_template_kwargs,
     )
-    sampling = turn.vocabulary.arguments(body.sampling()) | {
-        "max_new_tokens": service.room(turn.prompt_ids) if body.limit is None else body.limit,
-        "num_return_sequences": body.n or 1,
-        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    return job_of(
+        service,
+        turn,
+        Chat(service.model_name, turn, body),
+        sampling=body.sampling(),
+        limit=body.limit,
+        num_answers=body.n or 1,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        constraints=body.constraints(),
+    )
+
+
+def job_of(
+    service: Service,
+    turn: Turn,
+    shape: Shape,
+    *,
+    sampling: dict[str, Any],
+    limit: int | None,
+    logprobs: int | None,
+    constraints: Sequence[str],
+    num_answers: int = 1,
+) -> Job:
+    """What answers a conversation, whatever the answer looks like. limit: new tokens; None: as many as fit."""
+    arguments = turn.vocabulary.arguments(sampling) | {
+        "max_new_tokens": service.room(turn.prompt_ids) if limit is None else limit,
+        "num_return_sequences": num_answers,
+        "logprobs": logprobs,
         "grammar": turn.grammar,
     }
-    return Job(
-        inputs=[turn.prompt_ids],
-        sampling=sampling,
-        shape=Chat(service.model_name, turn, body),
-        constraint=(*body.constraints(), "tools")[0],
-    )
+    return Job(inputs=[turn.prompt_ids], sampling=arguments, shape=shape, constraint=(*constraints, "tools")[0])
 
 
 def turn_of(

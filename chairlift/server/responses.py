@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from chairlift.request import GenerationOutput
-from chairlift.server.chat import turn_of
+from chairlift.server.chat import job_of, turn_of
 from chairlift.server.constraints import grammar_of, schema_grammar
 from chairlift.server.errors import ApiError
 from chairlift.server.logprobs import chat_logprobs
@@ -267,17 +267,14 @@ def prepare_response(service: Service, body: ResponsesBody) -> Job:
         grammar=grammar,
         template_kwargs=body.chat_template_kwargs,
     )
-    limit = body.max_output_tokens
-    sampling = turn.vocabulary.arguments(body.sampling()) | {
-        "max_new_tokens": service.room(turn.prompt_ids) if limit is None else limit,
-        "logprobs": (body.top_logprobs or 0) if body.wants_logprobs else None,
-        "grammar": turn.grammar,
-    }
-    return Job(
-        inputs=[turn.prompt_ids],
-        sampling=sampling,
-        shape=ResponseShape(service.model_name, turn, body),
-        constraint=(*body.constraints(), "tools")[0],
+    return job_of(
+        service,
+        turn,
+        ResponseShape(service.model_name, turn, body),
+        sampling=body.sampling(),
+        limit=body.max_output_tokens,
+        logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
+        constraints=body.constraints(),
     )
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from chairlift import ContinuousBatchingConfig, ContinuousBatchingManager, attach
 from chairlift.model.loader import load_smollm2
+from tests.cases.tiny import llama
 
 CONTEXT = 2048
 WAIT = 60.0  # seconds until a test that hangs is called one
@@ -51,22 +52,7 @@ def tokenizer() -> Any:
 
 def model(vocab_size: int) -> Any:
     """Two layers, random, with EOS."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=0,
-        pad_token_id=None,
-    )
-    return attach(LlamaForCausalLM(config).eval())
+    return llama(vocab_size=vocab_size, max_position_embeddings=CONTEXT, eos_token_id=0)
 
 
 def manager(**changes: Any) -> tuple[ContinuousBatchingManager, Any]:
