@@ -1,11 +1,16 @@
 """What every test shares: no network, and property tests that neither time out nor vary in CI."""
 
 import os
+import signal
 
 from hypothesis import settings
 
 # Read once, when huggingface_hub is first imported: a test that reaches for the Hub fails instead of waiting.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# Whatever started the tests may ignore Ctrl-C (a shell does, for what it starts in the background). What the tests
+# start would inherit that, and the tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("chairlift", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("chairlift")

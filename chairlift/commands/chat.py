@@ -60,24 +60,28 @@ class Conversation:
     def talk(self) -> None:
         """Until /quit or the end of the input."""
         for line in _lines():
-            command, _, text = line.partition(" ")
-            match command:
-                case "":
-                    continue
-                case "/quit" | "/exit":
+            with suppress(KeyboardInterrupt):  # pressed just before an answer began, or just after it ended
+                if line in ("/quit", "/exit"):
                     return
-                case "/help":
-                    _say(HELP)
-                case "/reset":
-                    self._begin(self._system)
-                    _say("The conversation starts anew.")
-                case "/system":
-                    self._begin(text.strip())
-                    _say("The conversation starts anew" + (f", with: {self._system}" if self._system else "."))
-                case _ if command.startswith("/"):
-                    _say(f"There is no {command}; /help lists what there is.")
-                case _:
-                    self._answer(line)
+                self._obey(line)
+
+    def _obey(self, line: str) -> None:
+        command, _, text = line.partition(" ")
+        match command:
+            case "":
+                pass
+            case "/help":
+                _say(HELP)
+            case "/reset":
+                self._begin(self._system)
+                _say("The conversation starts anew.")
+            case "/system":
+                self._begin(text.strip())
+                _say("The conversation starts anew" + (f", with: {self._system}" if self._system else "."))
+            case _ if command.startswith("/"):
+                _say(f"There is no {command}; /help lists what there is.")
+            case _:
+                self._answer(line)
 
     def _answer(self, text: str) -> None:
         """One turn. What was stopped half-way stays in the history; what was refused does not enter it."""
