@@ -10,12 +10,13 @@ CHROMIUM ?= /usr/bin/chromium
 SUDO   := $(if $(filter-out 0,$(shell id -u)),sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test search check bench clean
 
 help:
 	@echo "make setup   build .venv with everything the other verbs need"
 	@echo "make demo    serve prompts with SmolLM2-135M-Instruct and print speed and cache use"
 	@echo "make test    run the tests (ARGS='-k name' goes to pytest)"
+	@echo "make search  run them with property-based examples that were never tried"
 	@echo "make check   ruff, mypy, import-linter, codespell"
 	@echo "make bench   run the benchmarks (ARGS goes to them)"
 	@echo "make clean   remove .venv and all caches"
@@ -44,6 +45,9 @@ demo: $(READY)
 
 test: $(READY) $(CHROMIUM)
 	OMP_WAIT_POLICY=PASSIVE CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest $(ARGS)
+
+search: ARGS += --hypothesis-profile=search
+search: test
 
 check: $(READY)
 	$(BIN)/ruff check
