@@ -75,7 +75,7 @@ class ContinuousBatchingManager:
     """Continuous batching of one model in a background thread. See `attach` for how to get one.
 
     Every method may be called from any thread. Errors: `InvalidRequestError` (a `ValueError`) or `TypeError` for a bad
-    argument, `QueueFullError` when `max_queue_size` requests wait, `EngineDeadError` after a crash, `RuntimeError`
+    argument, `QueueFullError` while `max_queue_size` requests wait, `EngineDeadError` after a crash, `RuntimeError`
     after `destroy()`.
     """
 
@@ -309,6 +309,14 @@ class ContinuousBatchingManager:
             )
         if params.grammar is not None:
             params = _guided(params, tokenizer)
+        limit = self.config.max_queue_size if bounded else 0
+        number = params.num_return_sequences
+        if limit and (count := len(inputs) * number) > limit:
+            blamed = "inputs" if number == 1 else f"num_return_sequences={number}"
+            raise InvalidRequestError(
+                f"{blamed} asks for {count} answers at once, and never more than max_queue_size={limit} can wait; "
+                "ask for fewer, or raise max_queue_size"
+            )
         single = len(inputs) == 1
         prompts = [self._check_prompt(ids, params, None if single else i) for i, ids in enumerate(inputs)]
         families = [
@@ -318,7 +326,6 @@ class ContinuousBatchingManager:
         names = [[request.request_id for request in family] for family in families]
         if len(families) > 1 and self.config.allow_block_sharing:
             families.sort(key=lambda family: family[0].prompt_ids)
-        limit = self.config.max_queue_size if bounded else 0
         accepted = self._enqueue([request for family in families for request in family], tokenizer, handler, limit)
         return names if accepted else []
 

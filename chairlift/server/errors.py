@@ -109,41 +109,53 @@ def from_validation(error: RequestValidationError) -> ApiError:
     errors: Sequence[Any] = error.errors()
     # Of a union's branches the one that came furthest, and in it what says that it is the wrong branch.
     first = max(errors, key=lambda each: (len(each["loc"]), each["loc"][-1] == "type"))
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} at character {first['loc'][-1]}")
-    param = _path(first["loc"], keep_last=first["type"] == "extra_forbidden")
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {context['error']} at character {first['loc'][-1]}")
+    way, field = first["loc"][1:], ""
+    if kind == "missing" and way:
+        way, field = way[:-1], way[-1]
+    elif kind.startswith("union_tag"):
+        field = "type"
+    param = _joined(_path(way, error.body, first["input"]) or "", field)
     where = param or "the body"
-    match first["type"]:
+    match kind:
         case "extra_forbidden":
             message = f"{where} is not supported here"
         case "none_required":
             message = f"{where} is not supported here: leave it out"
         case "value_error":
-            blamed = getattr(first["ctx"]["error"], "param", None)
-            param = f"{param}.{blamed}" if param and blamed else param or blamed
-            message = str(first["ctx"]["error"])
-        case "missing":
+            param = _joined(param, getattr(context["error"], "param", ""))
+            message = str(context["error"])
+        case "missing" | "union_tag_not_found":
             message = f"{where} is missing"
+        case "union_tag_invalid":
+            message = f"{where} is not supported here: it can be {context['expected_tags']}"
         case "model_attributes_type" if not param:
             message = "the body must be a JSON object, sent with Content-Type: application/json"
+        case "model_attributes_type":
+            message = f"{where} must be an object"
         case _:
             message = f"{where}: {first['msg']}"
-    return ApiError(400, message, param=param)
+    return ApiError(400, message, param=param or None)
 
 
-def _path(loc: Sequence[int | str], keep_last: bool) -> str | None:
-    """`("body", "messages", 0, "content", "list[TextPart]", 1, "type")` as `messages[0].content[1].type`: what names
-    a branch of a union is no field."""
-    path = ""
-    for number, part in enumerate(loc[1:], 2):
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif (keep_last and number == len(loc)) or (part.islower() and part.isidentifier() and part not in _BRANCHES):
-            path += f".{part}" if path else part
-    return path or None
+def _path(loc: Sequence[int | str], body: Any, blamed: object, path: str = "") -> str | None:
+    """`("messages", 0, "content", "list[TextPart]", 1, "text")` as `messages[0].content[1].text`: a part that names a
+    branch of a union is no step on the way through the body to what is blamed, even if the body has such a field."""
+    if not loc:
+        return path if body is blamed else None
+    part, rest = loc[0], loc[1:]
+    if isinstance(part, int):
+        return _path(rest, body[part], blamed, f"{path}[{part}]")
+    found = None
+    if isinstance(body, Mapping) and part in body:
+        found = _path(rest, body[part], blamed, _joined(path, part))
+    return _path(rest, body, blamed, path) if found is None else found
 
 
-_BRANCHES = frozenset({"str", "int", "float", "bool", "none", "dict", "list"})
+def _joined(path: str, field: str) -> str:
+    return f"{path}.{field}" if path and field else path or field
 
 
 async def on_error(request: Request, error: Exception) -> Response:

@@ -49,7 +49,7 @@ class InputMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[InputText | RefusalPart]
+    content: str | list[Annotated[InputText | RefusalPart, Field(discriminator="type")]]
     id: str | None = None
     status: str | None = None
     phase: str | None = None

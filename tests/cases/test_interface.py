@@ -718,7 +718,7 @@ def test_all_requests_are_checked_before_one_is_queued(llama: Any) -> None:
             manager.add_requests([[1], [VOCAB]])
         running = manager.add_request([1], max_new_tokens=2)
         steps.at(1)
-        with pytest.raises(QueueFullError, match="max_queue_size is 3"):
+        with pytest.raises(InvalidRequestError, match="max_queue_size=3"):
             manager.add_requests([[1]] * 4)
         ids = manager.add_requests([[1]] * 3, max_new_tokens=1)
         with pytest.raises(QueueFullError, match="3 requests are waiting"):

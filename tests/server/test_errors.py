@@ -53,7 +53,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "regex": ""}, "regex"),
     (CHAT, {"messages": HELLO, "grammar": ""}, "grammar"),
     (CHAT, {"messages": HELLO, "regex": "a", "choice": ["a"]}, "choice"),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HELLO, "tools": [{"type": "retrieval"}]}, "tools[0].type"),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "chat_template_kwargs"),
@@ -64,7 +64,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
     (CHAT, {"messages": [{"role": "user", "content": "x", "mood": 1}]}, "messages[0].mood"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]}, "messages[0].content[0].text"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "", "x": 1}]}]},
+        "messages[0].content[0].x",
+    ),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    (
+        CHAT,
+        {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {}}},
+        "response_format.json_schema.name",
+    ),
+    (CHAT, {"messages": HELLO, "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"5": 1000}}, "logit_bias.5"),
     (COMPLETIONS, {"prompt": ""}, "prompt"),
     (COMPLETIONS, {"prompt": []}, "prompt"),
     (COMPLETIONS, {"prompt": [[]]}, "prompt"),
@@ -83,7 +98,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (RESPONSES, {"input": "x", "truncation": "auto"}, "truncation"),
     (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type"),
     (RESPONSES, {"input": "x", "include": ["reasoning.encrypted_content"]}, "include[0]"),
-    (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0]"),
+    (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0].type"),
+    (RESPONSES, {"input": [[]]}, "input[0]"),
+    (RESPONSES, {"input": [{"role": "user"}]}, "input[0].content"),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ("/tokenize", {}, "prompt"),
     ("/detokenize", {"tokens": [-5]}, "tokens"),
     ("/detokenize", {"tokens": "x"}, "tokens"),
@@ -273,6 +292,23 @@ async def test_a_full_queue(engine: tuple[Any, Any], monkeypatch: pytest.MonkeyP
             assert answer.status_code == 429
             assert int(answer.headers["retry-after"]) > 0
             assert error_of(answer)["type"] == "rate_limit_error"
+
+
+async def test_more_answers_than_may_ever_wait() -> None:
+    manager, tokenizer = toy.manager(max_queue_size=4)
+    async with http_of(create_app(manager, tokenizer, model_name="toy")) as http:
+        bodies = [
+            ({"prompt": "x", "n": 5}, "n"),
+            ({"prompt": ["x", "y", "z"], "n": 2}, "n"),
+            ({"prompt": ["x"] * 5}, "prompt"),
+        ]
+        for body, param in bodies:
+            answer = await http.post(COMPLETIONS, json=body)
+            assert answer.status_code == 400, answer.text
+            assert error_of(answer)["param"] == param
+            assert "max_queue_size=4" in error_of(answer)["message"]
+        assert (await http.post(COMPLETIONS, json={"prompt": "x", "n": 4})).status_code == 200
+    manager.destroy()
 
 
 @asynccontextmanager

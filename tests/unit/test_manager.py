@@ -66,27 +66,38 @@ class ListModel(LateDevice):
         self.on_wait: Callable[[], None] = lambda: None
         self.seen_weights = 0
         self.warmups = self.closes = 0
-        self.gate = threading.Event()
-        self.gate.set()
-        self.arrived = threading.Semaphore(0)
+        self._gate = threading.Condition()  # over what follows
+        self._is_shut = self._is_held = False
+        self._num_let_by = 0  # launches
         self.num_waited = 0
         self.seeds: list[int] = []
         self.prompts: list[tuple[int, ...]] = []
 
-    def hold(self) -> None:
-        """Let the engine come to its next launch, and keep it there."""
-        self.gate.clear()
-        self.arrived = threading.Semaphore(0)
+    def hold(self, after: int = 0) -> None:
+        """Let the engine come to its next launch, or by so many and to the one after them, and keep it there."""
+        with self._gate:
+            self._is_shut, self._num_let_by = True, after
+            self._gate.notify_all()
 
     def await_held(self) -> None:
-        assert self.arrived.acquire(timeout=LONG)
+        with self._gate:
+            assert self._gate.wait_for(lambda: self._is_held and not self._num_let_by, LONG)
 
     def go_on(self) -> None:
-        self.gate.set()
+        with self._gate:
+            self._is_shut = False
+            self._gate.notify_all()
+
+    def _pass_gate(self) -> None:
+        with self._gate:
+            self._is_held = True
+            self._gate.notify_all()
+            assert self._gate.wait_for(lambda: not self._is_shut or self._num_let_by, LONG)
+            self._is_held = False
+            self._num_let_by -= self._is_shut
 
     def launch(self, batch: ScheduledBatch) -> LateStep:
-        self.arrived.release()
-        assert self.gate.wait(LONG)
+        self._pass_gate()
         self.on_launch()
         self.seeds += [seat.seed for seat in batch.seats]
         self.prompts += [seat.tokens for seat in batch.seats]
@@ -212,6 +223,17 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not happen")
 
 
+def hold_for_pauses(manager: Manager, *launches: int) -> None:
+    """Keep the engine at each of these launches, counted from now, until somebody is about to pause it."""
+    first = manager.model.num_launched
+
+    def hold() -> None:
+        if manager.model.num_launched - first in launches:
+            until(lambda: bool(manager._pausers))
+
+    manager.model.on_launch = hold
+
+
 # --- From start to end ----------------------------------------------------------------------------------------------
 
 
@@ -262,12 +284,13 @@ def test_stopping_what_does_not_run_warns(caplog: pytest.LogCaptureFixture) -> N
 def test_a_hard_stop_fails_what_is_under_way_and_queued(depth: int) -> None:
     manager = make(depth, max_requests_per_batch=1)
     manager.start()
-    manager.model.hold()
+    manager.model.hold(after=7)
     ids = [manager.add_request([0, 1], max_new_tokens=300) for _ in range(3)]
     manager.model.await_held()
+    stopper = Waiter(manager.stop, hard_stop=True)
+    until(lambda: manager._hard_stopping)
     manager.model.go_on()
-    until(lambda: manager.model.num_waited > 5)
-    manager.stop(hard_stop=True)
+    assert stopper.get() is None
     outputs = [result(manager, request_id) for request_id in ids]
     for output in outputs:
         assert output.status is RequestStatus.FAILED and output.finish_reason == "error"
@@ -570,8 +593,10 @@ def test_the_queue_may_have_a_bound() -> None:
         manager.add_request([1], max_new_tokens=1)
         manager.model.await_held()
         until(lambda: manager.stats().running == 1)
-        with pytest.raises(QueueFullError, match="max_queue_size is 2"):
+        with pytest.raises(InvalidRequestError, match=r"inputs asks for 3 answers .* max_queue_size=2"):
             manager.add_requests([[1], [0], [1]], max_new_tokens=1)
+        with pytest.raises(InvalidRequestError, match="num_return_sequences=3"):
+            manager.add_request([1], max_new_tokens=1, num_return_sequences=3, do_sample=True)
         assert manager.stats().waiting == 0
         manager.add_requests([[1], [0]], max_new_tokens=1)
         with pytest.raises(QueueFullError, match="2 requests are waiting"):
@@ -707,10 +732,12 @@ def test_stats_tell_what_runs_and_what_waits() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_cancelled_request_ends_with_the_tokens_so_far(depth: int) -> None:
     with running(depth) as manager:
+        manager.model.hold(after=7)
         request_id = manager.add_request([1], max_new_tokens=390)
-        until(lambda: manager.model.num_waited > 5)
+        manager.model.await_held()
         manager.cancel_request(str(request_id))
         manager.cancel_request(str(request_id))
+        manager.model.go_on()
         output = result(manager, request_id)
         assert output.status is RequestStatus.CANCELLED and output.finish_reason == "cancelled"
         assert output.generated_tokens == answer([1], len(output.generated_tokens))
@@ -745,9 +772,11 @@ def test_a_request_can_be_cancelled_before_the_start() -> None:
 
 def test_children_are_cancelled_with_their_parent() -> None:
     with running(max_requests_per_batch=2) as manager:
+        manager.model.hold()
         name = manager.add_request([1], num_return_sequences=3, max_new_tokens=390)
         other = manager.add_request([1], max_new_tokens=3)
         manager.cancel_request(str(name))
+        manager.model.go_on()
         outputs = {output.request_id: output.status for output in manager}
         assert outputs == {
             name: RequestStatus.CANCELLED,
@@ -761,6 +790,12 @@ def test_a_thousand_cancelled_requests_leave_nothing_behind() -> None:
     with running(max_requests_per_batch=4) as manager:
         handled: queue.SimpleQueue[GenerationOutput] = queue.SimpleQueue()
         tokenizer = Letters()
+
+        def let_none_finish() -> None:
+            if any(len(sequence.tokens) > 200 for sequence in manager._engine.scheduler.running):
+                until(lambda: not manager._inbox.empty())
+
+        manager.model.on_launch = let_none_finish
         for number in range(1000):
             request_id = manager.add_request(
                 [number % 2] * (1 + number % 7),
@@ -818,16 +853,11 @@ def test_a_stop_string_found_while_steps_are_drained_ends_the_request_once(depth
     text = Letters().decode(answer([1], 40))
     stop = next(text[at : at + 3] for at in range(40) if text.find(text[at : at + 3]) >= 9)
     with running(depth) as manager:
-        for number in range(8):
-            manager.model.hold()
+        for number in range(8, 16):  # the steps about the one that finds it
+            hold_for_pauses(manager, number)
             request_id = manager.add_request(
                 [1], max_new_tokens=40, stop_strings=[stop], tokenizer=Letters(), request_id=f"r{number}"
             )
-            for _ in range(number + 1):
-                manager.model.await_held()
-                manager.model.gate.set()
-                manager.model.gate.clear()
-            manager.model.go_on()
             with manager.pause():
                 pass
             assert result(manager, request_id).stop_reason == stop
@@ -853,11 +883,13 @@ def test_a_tokenizer_that_raises_fails_its_own_request() -> None:
 def test_a_cancelled_request_with_stop_strings_shows_what_was_held_back() -> None:
     with running() as manager:
         stop = Letters().decode(answer([1], 300)) + "a"
+        manager.model.hold(after=7)
         request_id = manager.add_request(
             [1], max_new_tokens=300, streaming=True, stop_strings=stop, tokenizer=Letters()
         )
-        until(lambda: manager.model.num_waited > 5)
+        manager.model.await_held()
         manager.cancel_request(str(request_id))
+        manager.model.go_on()
         (output,) = manager.request_id_iter(str(request_id))
         assert output.status is RequestStatus.CANCELLED
         assert output.new_tokens == output.generated_tokens == answer([1], len(output.generated_tokens))
@@ -870,8 +902,8 @@ def test_a_cancelled_request_with_stop_strings_shows_what_was_held_back() -> Non
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nothing_runs_in_a_pause_and_everything_goes_on_afterwards(depth: int) -> None:
     with running(depth) as manager:
+        hold_for_pauses(manager, 4, 14, 24)
         ids = manager.add_requests([[1], [0, 1]], max_new_tokens=200)
-        until(lambda: manager.model.num_waited > 3)
         for _ in range(3):
             with manager.pause():
                 launched = manager.model.num_launched
@@ -888,8 +920,8 @@ def test_nothing_runs_in_a_pause_and_everything_goes_on_afterwards(depth: int) -
 def test_weights_may_change_in_a_pause(depth: int, said: bool) -> None:
     """The device refuses to read what was computed with other weights."""
     with running(depth) as manager:
+        hold_for_pauses(manager, 7)
         request_id = manager.add_request([1] * 9, max_new_tokens=200, streaming=True)
-        until(lambda: manager.model.num_waited > 5)
         with manager.pause(weights_changed=said):
             manager.model.weights = 1
             if said:
@@ -917,6 +949,7 @@ def test_weights_may_change_while_nothing_runs() -> None:
 
 def test_pauses_nest_and_overlap() -> None:
     with running() as manager:
+        hold_for_pauses(manager, 1)
         request_id = manager.add_request([1], max_new_tokens=100)
         inside, leave = threading.Event(), threading.Event()
 
@@ -965,6 +998,7 @@ def test_a_manager_that_does_not_run_can_be_paused() -> None:
 
 def test_a_stop_inside_a_pause_is_refused() -> None:
     with running() as manager:
+        hold_for_pauses(manager, 1)
         request_id = manager.add_request([1], max_new_tokens=300)
         with manager.pause():
             for call in (manager.stop, manager.destroy, lambda: manager.stop(hard_stop=True)):
@@ -998,6 +1032,7 @@ def test_an_interrupted_pause_does_not_park_the_engine_for_ever(monkeypatch: pyt
 
 def test_a_hard_stop_from_outside_ends_a_paused_engine() -> None:
     with running() as manager:
+        hold_for_pauses(manager, 1)
         request_id = manager.add_request([1], max_new_tokens=390)
         with manager.pause():
             stopper = Waiter(manager.stop, hard_stop=True)
@@ -1141,9 +1176,11 @@ def test_a_fault_between_steps_is_told_too(
 
         owner = manager.model if command == "refresh_weights" else manager._engine.scheduler
         monkeypatch.setattr(owner, command, break_down)
+        manager.model.hold()
         request_id = manager.add_request([1], max_new_tokens=390)
         if command == "abort":
             manager.cancel_request(str(request_id))
+        manager.model.go_on()
         with pytest.raises(EngineDeadError, match="broken"):
             manager.get_result(request_id, timeout=LONG)
 
