@@ -223,15 +223,15 @@ def until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it does not happen")
 
 
-def hold_for_pauses(manager: Manager, *launches: int) -> None:
-    """Keep the engine at each of these launches, counted from now, until somebody is about to pause it."""
-    first = manager.model.num_launched
-
-    def hold() -> None:
-        if manager.model.num_launched - first in launches:
-            until(lambda: bool(manager._pausers))
-
-    manager.model.on_launch = hold
+@contextmanager
+def pausing(manager: Manager, weights_changed: bool = False) -> Iterator[None]:
+    """A pause that is asked for while the engine is held at a launch."""
+    manager.model.await_held()
+    manager.model.on_launch = lambda: until(lambda: bool(manager._pausers))
+    manager.model.go_on()
+    with manager.pause(weights_changed):
+        manager.model.on_launch = lambda: None
+        yield
 
 
 # --- From start to end ----------------------------------------------------------------------------------------------
@@ -853,12 +853,13 @@ def test_a_stop_string_found_while_steps_are_drained_ends_the_request_once(depth
     text = Letters().decode(answer([1], 40))
     stop = next(text[at : at + 3] for at in range(40) if text.find(text[at : at + 3]) >= 9)
     with running(depth) as manager:
-        for number in range(8, 16):  # the steps about the one that finds it
-            hold_for_pauses(manager, number)
+        found = text.find(stop) + len(stop)
+        for number in range(found - 3, found + depth - 1):  # the last is the one that finds it
+            manager.model.hold(after=number)
             request_id = manager.add_request(
                 [1], max_new_tokens=40, stop_strings=[stop], tokenizer=Letters(), request_id=f"r{number}"
             )
-            with manager.pause():
+            with pausing(manager):
                 pass
             assert result(manager, request_id).stop_reason == stop
         assert list(manager) == []
@@ -902,15 +903,17 @@ def test_a_cancelled_request_with_stop_strings_shows_what_was_held_back() -> Non
 @pytest.mark.parametrize("depth", [1, 2])
 def test_nothing_runs_in_a_pause_and_everything_goes_on_afterwards(depth: int) -> None:
     with running(depth) as manager:
-        hold_for_pauses(manager, 4, 14, 24)
+        manager.model.hold(after=4)
         ids = manager.add_requests([[1], [0, 1]], max_new_tokens=200)
         for _ in range(3):
-            with manager.pause():
+            with pausing(manager):
                 launched = manager.model.num_launched
                 assert not manager._engine._in_flight and manager.model.num_waited == launched
                 assert manager.add_request([1], max_new_tokens=1) is not None
                 manager.get_result(timeout=0.02)
                 assert manager.model.num_launched == launched
+                manager.model.hold(after=10)
+        manager.model.go_on()
         assert result(manager, ids[0]).generated_tokens == answer([1], 200)
         assert result(manager, ids[1]).generated_tokens == answer([0, 1], 200)
 
@@ -920,9 +923,9 @@ def test_nothing_runs_in_a_pause_and_everything_goes_on_afterwards(depth: int) -
 def test_weights_may_change_in_a_pause(depth: int, said: bool) -> None:
     """The device refuses to read what was computed with other weights."""
     with running(depth) as manager:
-        hold_for_pauses(manager, 7)
+        manager.model.hold(after=7)
         request_id = manager.add_request([1] * 9, max_new_tokens=200, streaming=True)
-        with manager.pause(weights_changed=said):
+        with pausing(manager, weights_changed=said):
             manager.model.weights = 1
             if said:
                 manager.model.seen_weights = 1  # nobody can notice
@@ -949,7 +952,7 @@ def test_weights_may_change_while_nothing_runs() -> None:
 
 def test_pauses_nest_and_overlap() -> None:
     with running() as manager:
-        hold_for_pauses(manager, 1)
+        manager.model.hold(after=1)
         request_id = manager.add_request([1], max_new_tokens=100)
         inside, leave = threading.Event(), threading.Event()
 
@@ -958,7 +961,7 @@ def test_pauses_nest_and_overlap() -> None:
                 inside.set()
                 assert leave.wait(LONG)
 
-        with manager.pause():
+        with pausing(manager):
             with manager.pause(), manager.pause(weights_changed=True):
                 pass
             launched = manager.model.num_launched
@@ -998,9 +1001,9 @@ def test_a_manager_that_does_not_run_can_be_paused() -> None:
 
 def test_a_stop_inside_a_pause_is_refused() -> None:
     with running() as manager:
-        hold_for_pauses(manager, 1)
+        manager.model.hold(after=1)
         request_id = manager.add_request([1], max_new_tokens=300)
-        with manager.pause():
+        with pausing(manager):
             for call in (manager.stop, manager.destroy, lambda: manager.stop(hard_stop=True)):
                 with pytest.raises(RuntimeError, match="inside pause"):
                     call()
@@ -1032,9 +1035,9 @@ def test_an_interrupted_pause_does_not_park_the_engine_for_ever(monkeypatch: pyt
 
 def test_a_hard_stop_from_outside_ends_a_paused_engine() -> None:
     with running() as manager:
-        hold_for_pauses(manager, 1)
+        manager.model.hold(after=1)
         request_id = manager.add_request([1], max_new_tokens=390)
-        with manager.pause():
+        with pausing(manager):
             stopper = Waiter(manager.stop, hard_stop=True)
             assert stopper.get() is None
         assert result(manager, request_id).status is RequestStatus.FAILED

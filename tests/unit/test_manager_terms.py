@@ -17,18 +17,24 @@ from tests.unit.test_manager import (
     answer,
     assert_nothing_remembered,
     make,
+    pausing,
     result,
     running,
     until,
 )
 
-SOON = 0.05  # seconds
+SOON = 1.0  # seconds; more than a request waits for its first steps
 
 
 def submit(manager: Manager, prompt: list[int], **more: Any) -> str:
     request_id = manager.add_request(prompt, **({"max_new_tokens": 20} | more))
     assert request_id is not None
     return request_id
+
+
+def sleep_at(manager: Manager, launch: int) -> None:
+    """Let the time pass that is soon over."""
+    manager.model.on_launch = lambda: time.sleep(SOON if manager.model.num_launched == launch else 0)
 
 
 def assert_timeout(output: GenerationOutput) -> None:
@@ -42,7 +48,7 @@ def assert_timeout(output: GenerationOutput) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_running_request_ends_at_its_deadline_with_what_it_has(depth: int) -> None:
     with running(depth) as manager:
-        manager.model.on_launch = lambda: time.sleep(0.001)
+        sleep_at(manager, 5)
         late = submit(manager, [0, 1], max_new_tokens=390, deadline_s=SOON, streaming=True)
         other = submit(manager, [1, 1, 0], max_new_tokens=300)
         *parts, output = manager.request_id_iter(late)
@@ -59,15 +65,19 @@ def test_a_running_request_ends_at_its_deadline_with_what_it_has(depth: int) -> 
 
 def test_a_waiting_request_ends_at_its_deadline() -> None:
     with running(max_requests_per_batch=1) as manager:
-        manager.model.on_launch = lambda: time.sleep(0.001)
+        sleep_at(manager, 1)
+        manager.model.hold()
         first = submit(manager, [0], max_new_tokens=300)
+        manager.model.await_held()
         family = submit(manager, [1], deadline_s=SOON, num_return_sequences=2)
+        manager.model.hold(after=5)
         for name in (family, f"{family}__child#0"):
             output = result(manager, name)
             assert_timeout(output)
             assert output.generated_tokens == [] and output.lifespan[0] == -1.0
             assert output.lifespan[1] >= output.created_time + SOON
         assert manager.get_result(first, timeout=0) is None, "the one before it is not done"
+        manager.model.go_on()
         assert result(manager, first).status is RequestStatus.FINISHED
 
 
@@ -75,13 +85,11 @@ def test_a_deadline_is_kept_while_the_engine_is_paused() -> None:
     with running() as manager:
         manager.model.hold()
         request_id = submit(manager, [0, 1], max_new_tokens=300, deadline_s=0.2)
-        manager.model.await_held()
-        manager.model.go_on()
-        with manager.pause():
+        with pausing(manager):
             assert_timeout(result(manager, request_id))
             unseen = submit(manager, [1], deadline_s=1e-6)
             with manager.pause():
-                assert manager.get_result(unseen, timeout=SOON) is None
+                assert manager.get_result(unseen, timeout=0.05) is None
         assert_timeout(result(manager, unseen))
         assert result(manager, submit(manager, [1, 0])).generated_tokens == answer([1, 0], 20)
         assert_nothing_remembered(manager)
@@ -112,8 +120,8 @@ def test_a_stop_string_gives_the_time_at_which_it_ended() -> None:
 def order_of(manager: Manager, submit_all: Callable[[], list[str]]) -> list[str]:
     """In which order requests end that all wait for one place."""
     ended: list[str] = []
-    blocker = submit(manager, [0])
     manager.model.hold()
+    blocker = submit(manager, [0])
     manager.model.await_held()
     ids = submit_all()
     done = threading.Event()
