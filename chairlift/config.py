@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
-from chairlift.errors import ConfigError
+from chairlift.errors import ConfigError, UnsupportedModelError
 
 SCHEDULERS = ("fifo", "prefill_first", "priority", "fair_share")
 _POLICY = ("decode_first", "select", "victim", "rank", "waits", "served")
@@ -224,6 +224,11 @@ class ModelFacts:
     parameter_bytes: int
     packed_bytes: int = 0  # of the second copy of the matrices, laid out for the kernels
     attention: str = "sdpa"  # the implementation the model was loaded with
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "max_model_length", "num_layers", "hidden_size", "intermediate_size"):
+            if (value := getattr(self, name)) < 1:
+                raise UnsupportedModelError(f"{self.name} has {name}={value}; there is nothing to serve")
 
     @property
     def num_layers(self) -> int:

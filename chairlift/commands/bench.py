@@ -53,6 +53,7 @@ class Bench:
     plot: Path | None = None
     """File for a plot (.png, .svg, .pdf) of the latencies and of the tokens per second."""
     engine: OmitArgPrefixes[Engine] = Engine()  # noqa: RUF009 - it is frozen
+    """How the model is loaded."""
 
     def __call__(self) -> int:
         seed = random.randrange(1 << 32) if self.load_seed is None else self.load_seed

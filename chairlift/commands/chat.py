@@ -5,13 +5,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tyro.conf import OmitArgPrefixes, Positional
 
 from chairlift.commands.flags import Engine
 from chairlift.errors import InvalidRequestError
-from chairlift.llm import LLM, Completion, Stream
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM, Completion, Stream
 
 HELP = """\
 /system TEXT  what the model is told before the conversation, which starts anew; without TEXT it says nothing
@@ -36,6 +38,7 @@ class Chat:
     top_p: float | None = None
     """Smallest set of tokens that is this likely; None: as the model's generation config says."""
     engine: OmitArgPrefixes[Engine] = Engine()  # noqa: RUF009 - it is frozen
+    """How the model is loaded."""
 
     def __call__(self) -> int:
         sampling = {"max_new_tokens": self.max_new_tokens, "temperature": self.temperature, "top_p": self.top_p}
@@ -48,7 +51,7 @@ class Chat:
 class Conversation:
     """What was said so far, and the lines that come."""
 
-    def __init__(self, llm: LLM, system: str, sampling: dict[str, Any]) -> None:
+    def __init__(self, llm: "LLM", system: str, sampling: dict[str, Any]) -> None:
         self._llm = llm
         self._sampling = sampling
         self._begin(system)
@@ -116,7 +119,7 @@ def _lines() -> Iterator[str]:
 
 
 @contextmanager
-def _interrupt_stops(stream: Stream) -> Iterator[None]:
+def _interrupt_stops(stream: "Stream") -> Iterator[None]:
     """Ctrl-C ends the answer, and not the program."""
     before = signal.signal(signal.SIGINT, lambda number, frame: stream.cancel())
     try:
@@ -125,7 +128,7 @@ def _interrupt_stops(stream: Stream) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _speed(completion: Completion) -> str:
+def _speed(completion: "Completion") -> str:
     output = completion.output
     parts = [f"{len(output.generated_tokens)} tokens"]
     if (rate := completion.tokens_per_second) is not None:

@@ -8,15 +8,16 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from tyro.conf import OmitArgPrefixes
 from tyro.constructors import ConstructorRegistry, StructConstructorSpec, StructFieldSpec, StructTypeInfo
 
 from chairlift.config import ContinuousBatchingConfig, WorkloadHints
-from chairlift.errors import ConfigError
-from chairlift.llm import LLM
-from chairlift.model.loader import load
+from chairlift.errors import ChairliftError, ConfigError
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM
 
 registry = ConstructorRegistry()
 
@@ -32,6 +33,18 @@ def needs(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         raise UsageError(f"{missing.name} is not installed; run: pip install 'chairlift[{extra}]'") from missing
+
+
+@contextmanager
+def understood(subject: str) -> Iterator[None]:
+    """Around what reads files that somebody else wrote: whatever is wrong with them, it is said in one line."""
+    try:
+        yield
+    except (ChairliftError, UsageError):
+        raise
+    except Exception as fault:  # a config is fed to a model's own code, which may raise anything
+        kind = "" if isinstance(fault, OSError | ValueError) else f"{type(fault).__name__}: "
+        raise UsageError(f"{subject}: {kind}{str(fault) or type(fault).__name__}") from fault
 
 
 @registry.struct_rule
@@ -78,11 +91,15 @@ class Engine:
     attn_implementation: str | None = None
     """Attention to load the model with; None: the model's default."""
     config: OmitArgPrefixes[ContinuousBatchingConfig] = ContinuousBatchingConfig()  # noqa: RUF009 - it is frozen
+    """The engine; None: as fits the model and the machine."""
 
-    def open(self, model: str | None, **changes: Any) -> LLM:
+    def open(self, model: str | None, **changes: Any) -> "LLM":
         """Load the model and start its engine. `changes`: fields of the config that the verb decides. Raises UsageError
         for a model that is not there or cannot be loaded so, and what `LLM` raises."""
-        try:
+        from chairlift.llm import LLM  # here, as in all verbs: whoever asks for help need not wait for PyTorch
+        from chairlift.model.loader import load
+
+        with understood(f"{model or 'the default model'} cannot be loaded"):
             loaded, tokenizer = load(
                 model,
                 self.tokenizer,
@@ -90,8 +107,6 @@ class Engine:
                 device=self.device,
                 attn_implementation=self.attn_implementation,
             )
-        except (AssertionError, OSError, RuntimeError, ValueError) as error:  # an unknown device is any of these
-            raise UsageError(str(error)) from error
         return LLM(loaded, tokenizer, continuous_batching_config=dataclasses.replace(self.config, **changes))
 
 

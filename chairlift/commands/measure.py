@@ -12,12 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from tqdm import tqdm
 
-from chairlift.llm import LLM
 from chairlift.text.chat import render
+
+if TYPE_CHECKING:
+    from chairlift.llm import LLM
 
 Endpoint = Literal["chat", "completions"]
 PERCENTILES = (50, 90, 99)
@@ -113,7 +115,7 @@ def random_prompts(count: int, words: int, shared: int, seed: int) -> list[str]:
 class Offline:
     """An engine in this process."""
 
-    def __init__(self, llm: LLM, endpoint: Endpoint, ignore_eos: bool) -> None:
+    def __init__(self, llm: "LLM", endpoint: Endpoint, ignore_eos: bool) -> None:
         self._llm = llm
         self._endpoint = endpoint
         self._sampling: dict[str, Any] = {"temperature": 0.0, "ignore_eos": ignore_eos}

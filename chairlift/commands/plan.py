@@ -3,14 +3,16 @@
 import dataclasses
 import json
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional
 
 from chairlift.cache.layout import LayerSpec, plan_layout
-from chairlift.commands.flags import UsageError
-from chairlift.config import ContinuousBatchingConfig, ModelFacts, ResolvedConfig, WorkloadHints, resolve
-from chairlift.model.outline import Outline, machine, read_config
+from chairlift.commands.flags import UsageError, understood
+from chairlift.config import ContinuousBatchingConfig, DeviceFacts, ModelFacts, ResolvedConfig, WorkloadHints, resolve
+
+if TYPE_CHECKING:
+    from chairlift.model.outline import Outline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,28 +26,29 @@ class Plan:
     json: bool = False
     """Print JSON."""
     hints: OmitArgPrefixes[WorkloadHints] = WorkloadHints()  # noqa: RUF009 - it is frozen
+    """What is known of the load."""
     config: OmitArgPrefixes[ContinuousBatchingConfig] = ContinuousBatchingConfig()  # noqa: RUF009 - it is frozen
+    """The engine; None: as fits the model and the machine."""
 
     def __call__(self) -> int:
-        try:
-            model_config = read_config(self.model)
-        except (OSError, ValueError) as error:
-            raise UsageError(str(error)) from error
-        facts, resolved = self._resolve(Outline(model_config, self.dtype, self.config.pack_weights))
+        from chairlift.model.outline import Outline, machine, read_config
+
+        with understood(f"no model can be made of the config of {self.model or 'the default model'}"):
+            outline = Outline(read_config(self.model), self.dtype, self.config.pack_weights)
+        facts, resolved = self._resolve(outline, machine())
         if self.json:
             print(json.dumps(_as_dict(facts, resolved), indent=2))
         else:
             print(_as_text(facts, resolved))
         return 0
 
-    def _resolve(self, outline: Outline) -> tuple[ModelFacts, ResolvedConfig]:
+    def _resolve(self, outline: "Outline", device: DeviceFacts) -> tuple[ModelFacts, ResolvedConfig]:
         facts = outline.facts
         layers = [
             LayerSpec(index=index, window=call.window, num_kv_heads=call.num_kv_heads, head_dim=call.head_dim)
             for index, call in outline.layers.items()
         ]
         layout = plan_layout(layers, self.config.page_size, facts.itemsize)
-        device = machine()
         free = device.free_memory - facts.parameter_bytes
         if free <= 0:
             raise UsageError(

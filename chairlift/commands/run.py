@@ -42,6 +42,7 @@ class Run:
     concurrency: int | None = None
     """Lines that are handed to the engine at once; None: twice what fits into one pass."""
     engine: OmitArgPrefixes[Engine] = Engine()  # noqa: RUF009 - it is frozen
+    """How the model is loaded."""
 
     def __call__(self) -> int:
         with needs("server"):

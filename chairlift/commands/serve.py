@@ -50,6 +50,7 @@ class Serve:
     engine: OmitArgPrefixes[Engine] = Engine(  # noqa: RUF009 - it is frozen
         config=ContinuousBatchingConfig(scheduler_type="fair_share")  # fifo, where there is one key and no priority
     )
+    """How the model is loaded."""
 
     def __call__(self) -> int:
         with needs("server"):

@@ -15,7 +15,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from chairlift.config import DeviceFacts, ModelFacts
@@ -402,6 +411,12 @@ def load_smollm2(
     return model, tokenizer
 
 
+def check_kind(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModelError for the config of what is no causal language model: transformers would list all."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModelError(f"{config.model_type!r} is not a kind of causal language model")
+
+
 def check_name(name: str) -> None:
     """Raise FileNotFoundError for the path of a folder that does not exist: the Hub would only find the name odd."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).is_dir():
@@ -420,7 +435,8 @@ def load(
     where it is installed.
 
     dtype: "auto" (as it was saved), "bfloat16", "float16" or "float32". tokenizer: another folder or name, None: the
-    model's. Raises ValueError for an `attn_implementation` that does not work here, OSError for what is not there.
+    model's. Raises ValueError for an `attn_implementation` that does not work here, OSError for what is not there,
+    UnsupportedModelError for what is no causal language model.
     """
     check_attention(attn_implementation)
     tokens: PreTrainedTokenizerBase
@@ -431,6 +447,7 @@ def load(
     else:
         name = name or SMOLLM2
         check_name(name)
+        check_kind(AutoConfig.from_pretrained(name))
         tokens = AutoTokenizer.from_pretrained(tokenizer or name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=attn_implementation)
     return (model if device is None else model.to(device)), tokens  # type: ignore[arg-type]

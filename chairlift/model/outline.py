@@ -20,6 +20,7 @@ from chairlift.model.layers import DTYPES, Projection, RopeTable, replacement
 from chairlift.model.loader import (
     PROBE_TOKENS,
     SMOLLM2,
+    check_kind,
     check_layers,
     check_name,
     device_facts,
@@ -83,7 +84,8 @@ def _forget_lengths(rope: nn.Module) -> None:
 
 
 def read_config(name: str | None = None) -> PretrainedConfig:
-    """The config of a model by name, as `load` finds it. Raises OSError for one that is not there."""
+    """The config of a model by name, as `load` finds it. Raises OSError for one that is not there,
+    UnsupportedModelError for what is no causal language model."""
     config: PretrainedConfig
     if name is None and (source := smollm2_file()) is not None:
         folder, file = source
@@ -92,6 +94,7 @@ def read_config(name: str | None = None) -> PretrainedConfig:
         name = name or SMOLLM2
         check_name(name)
         config = AutoConfig.from_pretrained(name)
+        check_kind(config)
     return config
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,11 @@ def test_every_field_is_a_flag_with_its_help(verb: str, capsys: pytest.CaptureFi
             assert field.metadata["help"] in text
             default = OTHER_DEFAULTS.get((verb, field.name), field.default)
             assert f"(default: {default})" in text
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat", "run", "bench", "plan"])
+def test_no_comment_of_the_source_is_taken_for_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "noqa" not in help_of(verb, capsys)
 
 
 def test_plan_has_the_hints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,3 +152,13 @@ def test_the_process_says_the_same() -> None:
     done = subprocess.run(command("plan", "--page-size", "2"), env=ENVIRONMENT, capture_output=True, timeout=WAIT)
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr == b"chairlift: page_size=2 makes no sense: give an integer of at least 4\n"
+
+
+def test_help_does_not_wait_for_pytorch() -> None:
+    program = (
+        "import sys; from chairlift.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as ended: assert {'torch', 'transformers', 'fastapi'}.isdisjoint(sys.modules), ended"
+    )
+    for arguments in (["--help"], ["serve", "--help"], ["plan", "--no-such-flag"]):
+        subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=WAIT, capture_output=True)

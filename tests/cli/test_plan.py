@@ -52,3 +52,34 @@ def test_the_default_model_is_smollm2(capsys: pytest.CaptureFixture[str]) -> Non
     model = json.loads(capsys.readouterr().out)["model"]
     assert (model["dtype"], model["vocab_size"], len(model["layers"])) == ("bfloat16", 49152, 30)
     assert model["parameter_bytes"] == 2 * 134515008
+
+
+NONSENSE: list[tuple[dict[str, object], str]] = [
+    ({"num_attention_heads": 0}, "ZeroDivisionError"),
+    ({"num_key_value_heads": 0}, "ZeroDivisionError"),
+    ({"num_attention_heads": -4}, "negative"),
+    ({"hidden_size": "large"}, "'hidden_size' expected int, got str"),
+    ({"hidden_size": None}, "'hidden_size' expected int"),
+    ({"num_hidden_layers": 0}, "num_layers=0"),
+    ({"max_position_embeddings": 0}, "max_model_length=0"),
+    ({"hidden_act": "magic"}, "magic"),
+    ({"dtype": "float7"}, "float7"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "factor"),
+    ({"quantization_config": 5}, "to_dict"),
+    ({"model_type": "t5"}, "'t5' is not a kind of causal language model"),
+    ({"model_type": 7}, "model type `7`"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), NONSENSE, ids=[words for _, words in NONSENSE])
+def test_a_config_that_makes_no_sense_is_refused_in_one_line(
+    folder: str, changes: dict[str, object], words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = json.loads((Path(folder) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    capsys.readouterr()
+    assert main(["plan", str(tmp_path)]) in (1, 2)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    *_, line = shown.err.splitlines()
+    assert line.startswith("chairlift: ") and words in line and len(line) < 1000
