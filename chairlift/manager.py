@@ -359,7 +359,7 @@ class ContinuousBatchingManager:
         if num_prompt > most:
             remedy = "shorten it" if limit == config.max_model_length else "shorten it or raise num_blocks"
             raise InvalidRequestError(
-                f"{name} has {num_prompt} tokens, but a prompt may have {most} at most here "
+                f"{name}: the prompt is too long, {num_prompt} tokens; it may have {most} at most here "
                 f"(the cache holds {config.max_sequence_length}, the model {config.max_model_length}); {remedy}"
             )
         if asked is None:

@@ -75,6 +75,7 @@ def job_of(
     logprobs: int | None,
     constraints: Sequence[str],
     num_answers: int = 1,
+    prompt_field: str = "messages",
 ) -> Job:
     """What answers a conversation, whatever the answer looks like. limit: new tokens; None: as many as fit."""
     arguments = turn.vocabulary.arguments(sampling) | {
@@ -83,7 +84,13 @@ def job_of(
         "logprobs": logprobs,
         "grammar": turn.grammar,
     }
-    return Job(inputs=[turn.prompt_ids], sampling=arguments, shape=shape, constraint=(*constraints, "tools")[0])
+    return Job(
+        inputs=[turn.prompt_ids],
+        sampling=arguments,
+        shape=shape,
+        prompt_field=prompt_field,
+        constraint=(*constraints, "tools")[0],
+    )
 
 
 def turn_of(

@@ -4,6 +4,7 @@ import json
 
 from chairlift.params import Grammar
 from chairlift.server.protocol import Formatted, JsonObjectFormat, JsonSchemaFormat, Sampling
+from chairlift.text.schemas import closed
 
 
 def grammar_of(body: Sampling) -> Grammar | None:
@@ -24,7 +25,9 @@ def grammar_of(body: Sampling) -> Grammar | None:
 
 
 def schema_grammar(schema: object) -> Grammar:
-    """JSON of this schema; None: any JSON object."""
+    """JSON of this schema, without properties that it does not name; None: any JSON object."""
     if schema is None:
         return Grammar("json_object")
+    if isinstance(schema, dict):
+        schema = closed(schema)
     return Grammar("json_schema", json.dumps({} if schema is True else schema))  # llguidance wants an object

@@ -23,10 +23,8 @@ _REQUEST_FIELDS = {
     "min_new_tokens": "min_tokens",
     "num_return_sequences": "n",
     "stop_strings": "stop",
-    "input_ids": "prompt",
-    "inputs": "prompt",
 }
-_PLAIN_FIELDS = frozenset({"prompt", "messages", "tools", "stop", "regex", "grammar", "choice"})
+_PLAIN_FIELDS = frozenset({"prompt", "messages", "input", "tools", "stop", "regex", "grammar", "choice"})
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -74,7 +72,7 @@ def as_api_error(error: BaseException) -> ApiError:
         case ApiError():
             return error
         case InvalidRequestError():
-            return _bad_request(str(error))
+            return bad_request(str(error))
         case QueueFullError():
             return ApiError(429, str(error), code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
         case EngineDeadError():
@@ -96,12 +94,16 @@ def failure(output: GenerationOutput, cause: BaseException | None) -> Exception:
     return ApiError(500, f"the request failed: {output.error}", code="request_failed")
 
 
-def _bad_request(message: str) -> ApiError:
-    """The engine's messages begin with the argument that they are about, by its own name for it."""
-    message = re.sub(r"\w+", lambda word: _REQUEST_FIELDS.get(word[0], word[0]), message)
+def bad_request(message: str, prompt: str = "prompt") -> ApiError:
+    """The engine's messages begin with the argument that they are about, by its own name for it. prompt: the field that
+    the prompt comes from."""
+    fields = _REQUEST_FIELDS | {"input_ids": prompt, "inputs": prompt}
+    message = re.sub(r"\w+", lambda word: fields.get(word[0], word[0]), message)
     found = re.match(r"([a-z_]+)(?:=|\b)", message)
     name = found[1] if found else ""
-    return ApiError(400, message, param=name if "_" in name or name in _PLAIN_FIELDS or f"{name}=" in message else None)
+    param = name if "_" in name or name in _PLAIN_FIELDS or f"{name}=" in message else None
+    is_too_long = param == prompt and ": the prompt is too long" in message
+    return ApiError(400, message, param=param, code="context_length_exceeded" if is_too_long else None)
 
 
 def from_validation(error: RequestValidationError) -> ApiError:

@@ -275,6 +275,7 @@ def prepare_response(service: Service, body: ResponsesBody) -> Job:
         limit=body.max_output_tokens,
         logprobs=(body.top_logprobs or 0) if body.wants_logprobs else None,
         constraints=body.constraints(),
+        prompt_field="input",
     )
 
 

@@ -70,6 +70,12 @@ def api_router(service: Service) -> APIRouter:
         tokens = await service.offload(partial(_tokenize, service, body))
         return json_response({"tokens": tokens, "count": len(tokens), "max_model_len": service.max_model_length})
 
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What a client needs who has no tokenizer of his own and asks /tokenize and /detokenize instead."""
+        service.check()
+        return json_response(_tokenizer_info(service))
+
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids."""
@@ -87,6 +93,18 @@ def _card(service: Service) -> dict[str, Any]:
         "created": service.created,
         "owned_by": "chairlift",
         "max_model_len": service.max_model_length,
+    }
+
+
+def _tokenizer_info(service: Service) -> dict[str, Any]:
+    """Special tokens as text and the chat template; null for what there is not."""
+    tokenizer = service.tokenizer
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": service.max_model_length,
+        **{name: getattr(tokenizer, name, None) for name in names},
+        "chat_template": service.chat_format.template or None,
     }
 
 

@@ -13,7 +13,7 @@ from chairlift.errors import EngineDeadError, InvalidRequestError
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.request import GenerationOutput
 from chairlift.server.call import Bell, Call
-from chairlift.server.errors import ApiError, json_response, shutting_down
+from chairlift.server.errors import ApiError, bad_request, json_response, shutting_down
 from chairlift.server.metrics import Metrics
 from chairlift.server.sse import EventStream, Streamed
 from chairlift.server.tracing import Tracing
@@ -42,6 +42,7 @@ class Job:
     inputs: Sequence[Sequence[int]]
     sampling: dict[str, Any]
     shape: Shape
+    prompt_field: str = "prompt"
     constraint: str | None = None  # the field that the grammar comes from
 
 
@@ -126,9 +127,9 @@ class Service:
                 try:
                     call.submit(job.inputs, sampling, job.shape.id, job.shape.chunk if streaming else _keep, streaming)
                 except InvalidRequestError as error:
-                    if job.constraint is None or not str(error).startswith("grammar "):
-                        raise
-                    raise ApiError(400, str(error), param=job.constraint) from error
+                    if job.constraint is not None and str(error).startswith("grammar "):
+                        raise ApiError(400, str(error), param=job.constraint) from error
+                    raise bad_request(str(error), job.prompt_field) from error
                 return job.shape, opening
 
             shape, opening = await self.offload(submit)

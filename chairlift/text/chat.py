@@ -56,7 +56,7 @@ class ChatFormat:
     """
 
     def __init__(self, tokenizer: Any, *, chat_template: str | None = None, skip_special_tokens: bool = True) -> None:
-        template = _template_text(tokenizer, chat_template)
+        self.template = template = _template_text(tokenizer, chat_template)
         self.reasoning = reasoning_tags(template)
         self.syntax = tool_syntax(template) or HERMES
         tags = [] if self.reasoning is None else [self.reasoning.start, self.reasoning.end]

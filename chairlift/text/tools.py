@@ -15,6 +15,7 @@ from chairlift.errors import InvalidRequestError
 from chairlift.params import Grammar
 from chairlift.text.detokenizer import StopFinder
 from chairlift.text.reasoning import Piece, ReasoningTags
+from chairlift.text.schemas import closed
 
 _TAGS = re.compile(r"(</?tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|\[ARGS\])")
 _MOST_CALLS = 128  # in one answer; without end it may have no end
@@ -260,7 +261,7 @@ def _as_lark(grammar: Grammar) -> str:
 def _schema(tool: Tool) -> dict[str, Any]:
     """White space as models are trained on it; of a tool that is not `strict`, what cannot be enforced is ignored."""
     spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return {**tool.parameters, "x-guidance": spacing | {"lenient": not tool.strict}}
+    return {**closed(tool.parameters), "x-guidance": spacing | {"lenient": not tool.strict}}
 
 
 def _literal(text: str, token_of: TokenOf) -> str:

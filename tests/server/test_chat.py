@@ -33,8 +33,12 @@ async def test_the_prompt_is_the_chat_templates(client: openai.AsyncOpenAI, engi
     message = answer.choices[0].message
     assert message.content == tokenizer.decode(output.generated_tokens, skip_special_tokens=True)
     assert (message.role, answer.object) == ("assistant", "chat.completion")
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(tokens)
+    usage = answer.usage
+    assert usage is not None and usage.prompt_tokens == len(tokens)
+    asked, made = usage.prompt_tokens_details, usage.completion_tokens_details
+    assert asked is not None and made is not None  # each count, for clients that add them up
+    assert (asked.text_tokens, asked.audio_tokens, asked.image_tokens) == (len(tokens), 0, 0)
+    assert (made.text_tokens, made.reasoning_tokens, made.audio_tokens) == (usage.completion_tokens, 0, 0)
 
 
 async def test_without_a_limit_until_the_context_is_full(client: openai.AsyncOpenAI) -> None:
@@ -181,6 +185,15 @@ async def test_tools_not_to_be_called(client: openai.AsyncOpenAI) -> None:
     )
     assert answer.choices[0].message.tool_calls is None
     assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+async def test_who_has_no_tokenizer_of_his_own(http: httpx.AsyncClient, engine: tuple[Any, Any]) -> None:
+    _, tokenizer = engine
+    told = (await http.get("/tokenizer_info")).raise_for_status().json()
+    assert (told["eos_token"], told["bos_token"]) == (tokenizer.eos_token, None)
+    assert told["chat_template"] == tokenizer.chat_template
+    (end,) = (await http.post("/tokenize", json={"prompt": told["eos_token"]})).json()["tokens"]
+    assert end == tokenizer.eos_token_id
 
 
 async def test_tokenize_and_back(http: httpx.AsyncClient, engine: tuple[Any, Any]) -> None:

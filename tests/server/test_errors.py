@@ -202,6 +202,25 @@ async def test_labels_and_neutral_values_are_accepted(http: httpx.AsyncClient) -
     assert answer.status_code == 200, answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        (COMPLETIONS, "prompt", {"prompt": "fox " * 3000}),
+        (COMPLETIONS, "prompt", {"prompt": [[1], [1] * 3000]}),
+        (CHAT, "messages", {"messages": [{"role": "user", "content": "fox " * 3000}]}),
+        (RESPONSES, "input", {"input": "fox " * 3000}),
+    ],
+)
+async def test_a_prompt_that_is_too_long_is_told_as_openai_tells_it(
+    http: httpx.AsyncClient, path: str, field: str, body: dict[str, Any]
+) -> None:
+    """By a code, and in words, by which clients know that shortening helps."""
+    answer = await http.post(path, json=body)
+    error = error_of(answer)
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", field)
+    assert "prompt is too long" in error["message"] and "2047 at most" in error["message"]
+
+
 async def test_an_unknown_model_path_or_method(http: httpx.AsyncClient) -> None:
     answer = await http.post(CHAT, json={"model": "gpt-17", "messages": HELLO})
     assert (answer.status_code, error_of(answer)["code"], error_of(answer)["param"]) == (
