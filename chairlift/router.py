@@ -67,8 +67,9 @@ class Router:
                 self._handlers.update(dict.fromkeys(ids, (callback, None)))
 
     def expects(self, request_id: str) -> bool:
-        """Whether this id is in use."""
-        return request_id in self._expected
+        """Whether outputs of this id are to come, or wait to be taken."""
+        with self._lock:
+            return request_id in self._expected or request_id in self._by_request
 
     def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
         """Hand out a step's outputs; wakes each waiting thread, the callback thread and each event loop once."""

@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from chairlift import RequestStatus
-from tests.cases.tiny import Steps, answer, assert_at_rest, expected, last, prompt, serving
+from tests.cases.tiny import WAIT, Steps, answer, assert_at_rest, expected, last, prompt, serving
 
 # ------------------------------------------------------------------------------------------- 3: around a page border
 
@@ -159,10 +160,21 @@ def _count_objects() -> int:
 
 @pytest.mark.usefixtures("_only_new_objects")
 def test_case_20_submit_and_cancel_a_thousand_times(llama: Any) -> None:
-    with serving(llama) as manager:
+    cancelled, num_steps = threading.Event(), 0
+
+    def let_none_finish(*_: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps > 10:
+            cancelled.wait(WAIT)
+
+    with llama.register_forward_pre_hook(let_none_finish), serving(llama) as manager:
 
         def pairs(count: int) -> None:
+            nonlocal num_steps
             for number in range(count):
+                num_steps = 0
+                cancelled.clear()
                 request_id = manager.add_request(prompt(9, seed=number), max_new_tokens=20)
                 if number % 3:
                     manager.cancel_request(request_id)
@@ -170,6 +182,7 @@ def test_case_20_submit_and_cancel_a_thousand_times(llama: Any) -> None:
                 else:
                     manager.cancel_request("nobody")
                     manager.cancel_request(request_id)
+                cancelled.set()
                 assert last(manager, request_id).status is RequestStatus.CANCELLED
                 assert manager.get_result(request_id, timeout=0) is None
 

@@ -137,11 +137,16 @@ class Steps:
             number = len(self.sizes)
             self._changed.wait_for(lambda: not self._held or self._allowed >= number, timeout=WAIT)
 
-    def at(self, number: int) -> None:
-        """Let the engine go on until it is held in forward pass `number`, counted from 1."""
+    def let_go_to(self, number: int) -> None:
+        """Let the engine go on, and hold it in forward pass `number`, counted from 1, should it come there."""
         with self._changed:
             self._allowed = number - 1
             self._changed.notify_all()
+
+    def at(self, number: int) -> None:
+        """Let the engine go on until it is held in forward pass `number`."""
+        with self._changed:
+            self.let_go_to(number)
             assert self._changed.wait_for(lambda: len(self.sizes) >= number, timeout=WAIT)
 
     def release(self) -> None:

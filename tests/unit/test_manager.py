@@ -554,6 +554,13 @@ def test_ids_of_the_managers_own_avoid_those_of_callers() -> None:
     manager.destroy()
 
 
+def test_an_id_of_the_managers_own_is_not_that_of_an_answer_nobody_has_taken() -> None:
+    with running() as manager:
+        manager.add_request([0], request_id="req_0", max_new_tokens=1)
+        until(lambda: not manager._router._expected)
+        assert manager.add_request([1], max_new_tokens=1) == "req_1"
+
+
 def test_children_share_the_prompt_and_have_seeds_of_their_own() -> None:
     with running(page_size=4) as manager:
         name = manager.add_request([1] * 9, num_return_sequences=3, max_new_tokens=2, seed=5)
