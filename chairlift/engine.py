@@ -112,6 +112,7 @@ class Engine:
                     max(seq.cached_tokens, 0),
                     seq.status.name,
                     now - seq.request.created_time,
+                    seq.timestamps[0] - seq.request.created_time if seq.timestamps else None,
                 )
                 for seq in scheduler.running
             ),

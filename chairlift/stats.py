@@ -92,6 +92,7 @@ class RowView(NamedTuple):
     num_cached: int  # of the prompt, found in the cache
     status: str  # "PREFILLING" or "DECODING"
     age_s: float  # since it was submitted
+    first_token_s: float | None = None  # from then to its first token; None: not yet, or nobody asked for timestamps
 
 
 class WaitingView(NamedTuple):

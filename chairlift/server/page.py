@@ -150,7 +150,8 @@ def router(manager: Watched) -> PageRouter:
 def encode(view: EngineView) -> bytes:
     """A view as one event of compact JSON; rows are arrays, and `blocks` is base64, a byte per cell.
 
-    `running`: [id, prompt, computed, generated, max_length, cached, status, age_s]; `waiting`: [id, prompt, age_s].
+    `running`: [id, prompt, computed, generated, max_length, cached, status, age_s, first_token_s or null];
+    `waiting`: [id, prompt, age_s].
     The tenant stays here: who holds a key need not learn who holds another.
     """
     fields: dict[str, Any] = {
@@ -167,6 +168,7 @@ def encode(view: EngineView) -> bytes:
                 row.num_cached,
                 row.status.lower(),
                 round(row.age_s, 3),
+                None if row.first_token_s is None else round(row.first_token_s, 4),
             ]
             for row in view.running[:MAX_ROWS]
         ],

@@ -14,6 +14,7 @@ from chairlift.model.loader import smollm2_file
 from chairlift.server.app import create_app
 from chairlift.server.serve import serve
 from tests.cases.tiny import llama
+from tests.server.live import add_switches
 
 CONTEXT = 32768
 
@@ -26,6 +27,7 @@ def main(port: str, config: str, *api_keys: str) -> None:
     model = llama(vocab_size=len(tokenizer), max_position_embeddings=CONTEXT)
     with model.continuous_batching_context_manager(continuous_batching_config=settings, warmup=False) as manager:
         app = create_app(manager, tokenizer, model_name="tiny", api_keys=api_keys)
+        add_switches(app, manager, slow=0.0)
         serve(app, port=int(port), ready=lambda url: print(url, flush=True), log_level="warning")
 
 

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 QUIET += ["--disable-sync", "--no-first-run"]
-SOON = 20_000  # ms that nobody waits unless something is lost
+SOON = 60_000  # ms that nobody waits unless something is lost
 FOREVER = "30000"  # tokens: longer than any test
 
 expect.set_options(timeout=SOON)
@@ -42,7 +43,7 @@ class Server:
         """As an operator does, with a page open."""
         self._process.send_signal(signal.SIGTERM)
         with self._process:
-            assert self._process.wait(30) == 0
+            assert self._process.wait(60) == 0
 
     def kill(self) -> None:
         with self._process:
@@ -279,6 +280,126 @@ def test_it_fits_and_is_light_or_dark(
     live(page)
     assert page.evaluate(light) != before
     at_rest(page)  # whoever reloads lets go of the answer
+
+
+STORED = "Object.keys(localStorage).filter((key) => key.startsWith('chairlift-talk-'))"
+
+
+def test_conversations_are_there_again_after_a_reload(visit: Open, server: Server) -> None:
+    page = visit(server)
+    live(page)
+    set_field(page, 0, "max_tokens", "12")
+    set_field(page, 0, "system", "Be brief.")
+    page.locator(".composer textarea").focus()
+    for text in ("The first", "and more"):
+        say(page, text)
+        expect(page.locator(".answer:not(.open) .meta").last).to_contain_text("12 tokens")
+    page.keyboard.press("Alt+n")
+    set_field(page, 1, "max_tokens", FOREVER)
+    page.locator(".composer textarea").nth(1).focus()
+    say(page, "The second")
+    expect(page.locator(".answer.open .text")).to_have_text(re.compile(r"\w"))
+    page.keyboard.press("Alt+n")  # nothing is said here: not kept
+    before = page.locator(".card").first.locator(".log").inner_text()
+
+    page.reload()
+    live(page)
+    expect(page.locator(".card")).to_have_count(2)
+    first, second = page.locator(".card").all()
+    assert first.locator(".log").inner_text() == before
+    assert second.locator(".meta").inner_text().endswith("cut off when the page was left")
+    assert second.locator(".text").inner_text()
+    at_rest(page)
+    bodies: list[Any] = []
+    page.on("request", lambda request: bodies.append(request.post_data_json) if request.method == "POST" else None)
+    first.get_by_role("button", name="Again").click()  # with its settings and all that was said
+    expect(first.locator(".answer:not(.open) .meta").last).to_contain_text("12 tokens")
+    assert bodies[0]["max_tokens"] == 12
+    assert [message["role"] for message in bodies[0]["messages"]] == ["system", "user", "assistant", "user"]
+
+    first.get_by_role("button", name="Close").click()
+    assert page.evaluate(f"{STORED}.length") == 1
+    page.get_by_role("button", name="Forget all").click()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator(".said")).to_have_text("The second")
+    page.get_by_role("button", name="Forget all").click()
+    page.get_by_role("button", name="Forget them").click()
+    expect(page.locator(".said")).to_have_count(0)
+    expect(page.get_by_role("button", name="Forget all")).to_be_hidden()
+    assert page.evaluate(STORED) == []
+    page.reload()
+    live(page)
+    expect(page.locator(".card")).to_have_count(1)
+
+
+def test_what_is_kept_has_bounds_and_no_keys(visit: Open, server: Server) -> None:
+    page = visit(server)
+    live(page)
+    page.evaluate("sessionStorage.setItem('chairlift-key', 'sesame')")
+    turn = "{text: `question ${i}`, answer: 'x'.repeat(size), thought: '', meta: ''}"
+    talk = f"{{at: i, settings: {{}}, turns: [{turn}]}}"
+    fill = f"([from, to, size]) => {{ for (let i = from; i < to; i++) shelf.put(`id${{i}}`, {talk}); }}"
+    page.evaluate(fill, [0, 20, 10])
+    assert sorted(page.evaluate(STORED)) == sorted(f"chairlift-talk-id{i}" for i in range(11, 20))
+    page.evaluate(fill, [20, 24, 300_000])
+    assert sorted(page.evaluate(STORED)) == [f"chairlift-talk-id{i}" for i in (21, 22, 23)]
+    page.evaluate(fill, [24, 25, 20_000_000])  # more than a browser keeps
+    page.evaluate("localStorage.setItem('chairlift-talk-bad', '{\"turns\": [{\"text\": 1}]}')")
+    page.reload()
+    live(page)
+    assert page.locator(".said").all_inner_texts() == [f"question {i}" for i in (21, 22, 23)]
+    assert "chairlift-talk-bad" not in page.evaluate(STORED)
+    assert not page.evaluate("Object.values(localStorage).some((text) => text.includes('sesame'))")
+
+
+def test_the_time_to_the_first_token_is_the_engines(visit: Open, server: Server) -> None:
+    page = visit(server)
+    live(page)
+    set_field(page, 0, "max_tokens", FOREVER)
+    page.locator(".composer textarea").focus()
+    say(page, "When did it begin?")
+    page.wait_for_function("lift.firsts.length === 1 && lift.view.rows.length === 1")
+    first, row, now = page.evaluate("[lift.firsts[0], lift.view.rows[0], performance.now() / 1000]")
+    assert first["s"] == row["first"] < row["age"]
+    assert first["t"] < now
+    page.keyboard.press("Escape")
+    at_rest(page)
+    shown = page.locator("#tile-first").inner_text()
+    assert shown == page.evaluate("seconds(lift.firsts[0].s)")
+
+
+def test_a_dead_engine_says_why_and_another_is_found(visit: Open) -> None:
+    fault = "a fault that a test asked for"
+    server = Server()
+    try:
+        page = visit(server, expected=r"status of 503|ERR_CONNECTION|ERR_INCOMPLETE|ERR_EMPTY_RESPONSE")
+        live(page)
+        set_field(page, 0, "max_tokens", FOREVER)
+        page.locator(".composer textarea").focus()
+        say(page, "How long will it last?")
+        expect(page.locator(".answer.open .text")).to_have_text(re.compile(r"\w"))
+        said = page.locator(".answer .text").inner_text()
+        httpx.post(f"{server.url}/test/crash")
+        expect(page.get_by_role("alert")).to_contain_text("The engine is not serving")
+        expect(page.get_by_role("alert")).to_contain_text(fault)
+        assert page.locator(".answer:not(.open) .text").inner_text().startswith(said[:20])  # what came stays
+        expect(page.locator("#state[data-is=gone]")).to_contain_text("The engine is not serving")
+        expect(page.locator("#state[data-is=gone]")).to_contain_text(fault)
+        expect(page.locator("#scene .caption p")).to_have_text("out of sight")
+        page.get_by_role("button", name="Try again").click()
+        expect(page.get_by_role("alert")).to_contain_text(fault)
+
+        port = server.port
+        server.kill()
+        server = Server(port=port)
+        live(page)
+        set_field(page, 0, "max_tokens", "4")
+        page.get_by_role("button", name="Try again").click()
+        expect(page.locator(".answer:not(.open) .meta")).to_contain_text("4 tokens")
+        expect(page.get_by_role("alert")).to_have_count(0)
+        at_rest(page)
+    finally:
+        server.kill()
 
 
 def test_markup_stays_text(visit: Open, server: Server) -> None:
