@@ -1,7 +1,7 @@
 """Puts the application together: routes, errors, keys, limits."""
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI
@@ -31,8 +31,11 @@ class Gate:
     Leaves the name of a key, never the key itself, in the scope as `tenant`.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int, count: Callable[[str, str, int], None]
+    ) -> None:
         self._app = app
+        self._count = count  # hears of each response: the path of its route, its method and status
         self._keys = [key.encode() for key in api_keys]
         self._max_body_bytes = max_body_bytes
 
@@ -41,13 +44,29 @@ class Gate:
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
         scope[SHORT_CUT] = send
+        send = self._told(scope, send)
         try:
             scope["tenant"] = self._tenant(headers.get(b"authorization", b""), scope["path"])
             length = headers.get(b"content-length", b"0")
             self._check_size(int(length) if length.isdigit() else 0)
         except ApiError as error:
             return await error.response()(scope, receive, send)
-        return await self._app(scope, self._counted(receive), send)
+        try:
+            await self._app(scope, self._counted(receive), send)
+        except Exception:  # which is answered outside of here
+            self._tell(scope, 500)
+            raise
+
+    def _told(self, scope: Scope, send: Send) -> Send:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._tell(scope, message["status"])
+            await send(message)
+
+        return told
+
+    def _tell(self, scope: Scope, status: int) -> None:
+        self._count(getattr(scope.get("route"), "path", "none"), scope["method"], status)
 
     def _tenant(self, authorization: bytes, path: str) -> str | None:
         if not self._keys:
@@ -118,7 +137,7 @@ def create_app(
     app.include_router(page)
     for kind in (ApiError, ChairliftError, ClientGoneError, HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, on_error)
-    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes)
+    app.add_middleware(Gate, api_keys=api_keys, max_body_bytes=max_body_bytes, count=service.metrics.respond)
     if cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["*"], allow_headers=["*"])
     app.state.service = service

@@ -88,6 +88,8 @@ def job_of(
         inputs=[turn.prompt_ids],
         sampling=arguments,
         shape=shape,
+        num_answers=num_answers,
+        max_tokens=limit,
         prompt_field=prompt_field,
         constraint=(*constraints, "tools")[0],
     )

@@ -38,6 +38,8 @@ def prepare_completion(service: Service, body: CompletionBody) -> Job:
         inputs=inputs,
         sampling=sampling,
         shape=Completion(service.model_name, vocabulary, body, texts),
+        num_answers=body.n or 1,
+        max_tokens=body.max_tokens,
         constraint=next(iter(body.constraints()), None),
     )
 

@@ -6,9 +6,9 @@ the terminal outputs of requests have added up to. Refuses to know HTTP, and hol
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -45,12 +45,29 @@ _HISTOGRAMS = {
     "request_decode_time_seconds": ("From a request's first token to its last.", _REQUEST),
     "request_prompt_tokens": ("Tokens of a request's prompt.", _TOKENS),
     "request_generation_tokens": ("Tokens of a request's answer.", _TOKENS),
+    "request_max_num_generation_tokens": ("The same: each of several answers counts for itself.", _TOKENS),
+    "request_prefill_kv_computed_tokens": ("Prompt tokens of a request that no cache held.", _TOKENS),
+    "request_params_n": ("Answers that were asked for.", (1.0, 2.0, 5.0, 10.0, 20.0)),
+    "request_params_max_tokens": ("Tokens of an answer that were allowed, where somebody said so.", _TOKENS),
 }
 _REASONS = {"stop": "stop", "length": "length", "cancelled": "abort", "timeout": "timeout", "error": "error"}
 
 
+_UNCOUNTED = frozenset({"/metrics", "/health"})  # asked all the time, by machines
+
+
 class HasStats(Protocol):
     """What is asked of the manager."""
+
+    @property
+    def config(self) -> Any:
+        """The resolved config."""
+        ...
+
+    @property
+    def is_usable(self) -> bool:
+        """Neither destroyed nor crashed."""
+        ...
 
     def stats(self) -> Stats:
         """What the engine does now and has done."""
@@ -62,10 +79,11 @@ class Metrics(Collector):
 
     def __init__(self, manager: HasStats, model_name: str) -> None:
         self._manager = manager
-        self._label = [model_name]
+        self._labels = {"model_name": model_name, "engine": "0"}  # of several engines, there is one
         self._lock = threading.Lock()  # over what follows
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._ended = dict.fromkeys(_REASONS.values(), 0)
+        self._responses: dict[tuple[str, str, str], int] = {}  # by handler, method and class of status
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -78,6 +96,20 @@ class Metrics(Collector):
             self._ended[_REASONS.get(output.finish_reason or "", "error")] += 1
             for name, values in times.items():
                 self._histograms[name].add(values)
+
+    def admit(self, num_prompts: int, num_answers: int, max_tokens: int | None) -> None:
+        """Count what was asked for; max_tokens: None, if nobody said."""
+        with self._lock:
+            self._histograms["request_params_n"].add([float(num_answers)] * num_prompts)
+            if max_tokens is not None:
+                self._histograms["request_params_max_tokens"].add([float(max_tokens)] * num_prompts)
+
+    def respond(self, handler: str, method: str, status: int) -> None:
+        """Count an HTTP response. handler: the path of its route, "none" without one."""
+        if handler not in _UNCOUNTED:
+            key = (handler, method, f"{status // 100}xx")
+            with self._lock:
+                self._responses[key] = self._responses.get(key, 0) + 1
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """Body and content type of an answer to a scrape with this `Accept` header."""
@@ -93,38 +125,67 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, now."""
-        stats = self._manager.stats()
-        yield self._gauge("num_requests_running", "Requests that are being answered.", stats.running)
-        yield self._gauge("num_requests_waiting", "Requests that wait.", stats.waiting)
-        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all.", stats.cache_usage)
+        stats, config = self._manager.stats(), self._manager.config
         prompt_tokens = stats.prompt_tokens + stats.prefix_hit_tokens
-        yield self._counter("prompt_tokens", "Prompt tokens, computed or found in the cache.", prompt_tokens)
-        yield self._counter("generation_tokens", "Generated tokens.", stats.generated_tokens)
-        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queried_tokens)
-        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", stats.prefix_hit_tokens)
-        yield self._counter("num_preemptions", "Requests that gave way to others.", stats.preemptions)
+        yield self._gauge("num_requests_running", "Requests that are being answered.", {"": stats.running})
+        yield self._gauge("num_requests_waiting", "Requests that wait.", {"": stats.waiting})
+        waiting = {"capacity": stats.waiting, "deferred": 0}
+        yield self._gauge("num_requests_waiting_by_reason", "Requests that wait, and for what.", waiting, "reason")
+        usage = {"": stats.cache_usage}
+        yield self._gauge("kv_cache_usage_perc", "Share of the KV cache's blocks in use; 1 is all.", usage)
+        if self._manager.is_usable:  # a dead engine neither sleeps nor is awake
+            asleep = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+            yield self._gauge("engine_sleep_state", "1 for the state that the engine is in.", asleep, "sleep_state")
+        yield self._counter("prompt_tokens", "Prompt tokens, computed or found in the cache.", {"": prompt_tokens})
+        sources = {"local_compute": stats.prompt_tokens, "local_cache_hit": stats.prefix_hit_tokens}
+        yield self._counter("prompt_tokens_by_source", "Prompt tokens, and where their KV is from.", sources, "source")
+        found = {"": stats.prefix_hit_tokens}
+        yield self._counter("prompt_tokens_cached", "Prompt tokens found in the cache.", found)
+        yield self._counter("generation_tokens", "Generated tokens.", {"": stats.generated_tokens})
+        yield self._counter("prefix_cache_queries", "Prompt tokens looked up.", {"": stats.prefix_queried_tokens})
+        yield self._counter("prefix_cache_hits", "Prompt tokens found in the cache.", found)
+        yield self._counter("num_preemptions", "Requests that gave way to others.", {"": stats.preemptions})
+        yield self._cache_config(stats, config)
         with self._lock:
-            ended = dict(self._ended)
+            ended, responses = dict(self._ended), dict(self._responses)
             histograms = {name: histogram.snapshot() for name, histogram in self._histograms.items()}
-        success = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=["model_name", "finished_reason"]
-        )
-        for reason, count in ended.items():
-            success.add_metric([*self._label, reason], count)
-        yield success
+        yield self._counter("request_success", "Requests that ended, by reason.", ended, "finished_reason")
         for name, (buckets, total) in histograms.items():
-            family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][0], labels=["model_name"])
-            family.add_metric(self._label, buckets, total)
+            family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][0], labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), buckets, total)
             yield family
+        answered = CounterMetricFamily("http_requests", "HTTP responses.", labels=["handler", "method", "status"])
+        for key, count in responses.items():
+            answered.add_metric(list(key), count)
+        yield answered
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-        family.add_metric(self._label, value)
+    def _gauge(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
+        return self._filled(GaugeMetricFamily(f"vllm:{name}", text, labels=self._names(label)), values)
+
+    def _counter(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
+        return self._filled(CounterMetricFamily(f"vllm:{name}", text, labels=self._names(label)), values)
+
+    def _names(self, label: str | None) -> list[str]:
+        return [*self._labels, *([] if label is None else [label])]
+
+    def _filled(
+        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+    ) -> GaugeMetricFamily | CounterMetricFamily:
+        """With a sample for each value of the family's own label, which is "" where it has none."""
+        for own, value in values.items():
+            family.add_metric([*self._labels.values(), *([own] if own else [])], value)
         return family
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
-        family.add_metric(self._label, value)
+    def _cache_config(self, stats: Stats, config: Any) -> Metric:
+        """A gauge that is always 1: what it says is in its labels, which vLLM has named after its first device."""
+        facts = {
+            "engine": self._labels["engine"],
+            "block_size": str(config.page_size),
+            "num_gpu_blocks": str(stats.total_blocks),
+            "enable_prefix_caching": str(config.allow_block_sharing),
+        }
+        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=list(facts))
+        family.add_metric(list(facts.values()), 1)
         return family
 
 
@@ -158,10 +219,12 @@ def _times_of(output: GenerationOutput) -> dict[str, list[float]]:
     values: dict[str, list[float]] = {
         "request_prompt_tokens": [float(len(output.prompt_ids))],
         "request_generation_tokens": [float(len(output.generated_tokens))],
+        "request_max_num_generation_tokens": [float(len(output.generated_tokens))],
     }
     if ended >= 0:
         values["e2e_request_latency_seconds"] = [ended - output.created_time]
     if begun >= 0:
+        values["request_prefill_kv_computed_tokens"] = [float(len(output.prompt_ids) - output.num_cached_tokens)]
         values["request_queue_time_seconds"] = [begun - output.created_time]
         values["request_inference_time_seconds"] = [ended - begun]
     if tokens := output.timestamps:

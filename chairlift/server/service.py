@@ -42,6 +42,8 @@ class Job:
     inputs: Sequence[Sequence[int]]
     sampling: dict[str, Any]
     shape: Shape
+    num_answers: int = 1  # to each input
+    max_tokens: int | None = None  # of an answer; None: nobody said
     prompt_field: str = "prompt"
     constraint: str | None = None  # the field that the grammar comes from
 
@@ -130,6 +132,7 @@ class Service:
                     if job.constraint is not None and str(error).startswith("grammar "):
                         raise ApiError(400, str(error), param=job.constraint) from error
                     raise bad_request(str(error), job.prompt_field) from error
+                self.metrics.admit(len(job.inputs), job.num_answers, job.max_tokens)
                 return job.shape, opening
 
             shape, opening = await self.offload(submit)

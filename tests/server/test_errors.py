@@ -52,6 +52,15 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "regex": "("}, "regex"),
     (CHAT, {"messages": HELLO, "regex": ""}, "regex"),
     (CHAT, {"messages": HELLO, "grammar": ""}, "grammar"),
+    (CHAT, {"messages": HELLO, "grammar": 'start: "a"' + " " * (1 << 14)}, "grammar"),
+    (
+        CHAT,
+        {
+            "messages": HELLO,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"multipleOf": 999983}}},
+        },
+        "response_format",
+    ),
     (CHAT, {"messages": HELLO, "regex": "a", "choice": ["a"]}, "choice"),
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
@@ -404,6 +413,29 @@ async def test_what_is_served_is_counted(engine: tuple[Any, Any]) -> None:
         answer = await http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     lines = dict(line.rsplit(" ", 1) for line in answer.text.splitlines() if line.startswith("vllm:"))
-    assert float(lines['vllm:request_success_total{finished_reason="length",model_name="toy"}']) == 4
-    assert float(lines['vllm:time_to_first_token_seconds_count{model_name="toy"}']) == 4
-    assert float(lines['vllm:inter_token_latency_seconds_count{model_name="toy"}']) == 8
+    assert float(lines['vllm:request_success_total{engine="0",finished_reason="length",model_name="toy"}']) == 4
+    assert float(lines['vllm:time_to_first_token_seconds_count{engine="0",model_name="toy"}']) == 4
+    assert float(lines['vllm:inter_token_latency_seconds_count{engine="0",model_name="toy"}']) == 8
+
+
+async def test_every_response_is_counted_by_its_route(http: httpx.AsyncClient, app: Any) -> None:
+    def told(samples: str) -> dict[str, float]:
+        lines = [line for line in samples.splitlines() if line.startswith("http_requests_total")]
+        return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+    before = told((await http.get("/metrics")).text)
+    await http.get("/v1/models/a/b")
+    await http.get("/v2")
+    await http.post(CHAT, json={})
+    await http.post(CHAT, json={"messages": HELLO, "max_tokens": 2, "stream": True})
+    after = told((await http.get("/metrics")).text)
+    new = {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
+    assert new == {
+        f'http_requests_total{{handler="{handler}",method="{method}",status="{status}"}}': 1
+        for handler, method, status in (
+            ("/v1/models/{name:path}", "GET", "4xx"),
+            ("none", "GET", "4xx"),
+            (CHAT, "POST", "4xx"),
+            (CHAT, "POST", "2xx"),
+        )
+    }

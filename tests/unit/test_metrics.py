@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
@@ -16,6 +17,9 @@ from tests.server import toy
 
 class Resting:
     """A manager that has done nothing yet."""
+
+    config = SimpleNamespace(page_size=16, allow_block_sharing=True)
+    is_usable = True
 
     def stats(self) -> Stats:
         blocks = {"free_blocks": 4, "cached_blocks": 1, "used_blocks": 5, "total_blocks": 10}
@@ -34,7 +38,8 @@ def read(metrics: Metrics) -> dict[tuple[str, str], float]:
         for sample in family.samples:
             if sample.name.startswith("vllm:"):
                 labels = dict(sample.labels)
-                assert labels.pop("model_name") == "a model"
+                assert labels.pop("model_name", "a model") == "a model"
+                assert labels.pop("engine") == "0"
                 samples[sample.name, next(iter(labels.values()), "")] = sample.value
     return samples
 
@@ -47,6 +52,7 @@ OUTPUT = GenerationOutput(
     finish_reason="stop",
     created_time=100.0,
     lifespan=(100.5, 103.0),
+    num_cached_tokens=1,
     timestamps=[101.0, 101.03, 103.0],
 )
 
@@ -61,8 +67,84 @@ def test_the_state_of_the_engine() -> None:
     assert samples["vllm:prefix_cache_queries_total", ""] == 80
     assert samples["vllm:prefix_cache_hits_total", ""] == 20
     assert samples["vllm:num_preemptions_total", ""] == 3
+    assert samples["vllm:num_requests_waiting_by_reason", "capacity"] == 1
+    assert samples["vllm:prompt_tokens_cached_total", ""] == 20
+    assert samples["vllm:prompt_tokens_by_source_total", "local_compute"] == 60
+    assert samples["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 20
+    assert samples["vllm:engine_sleep_state", "awake"] == 1
     assert samples["vllm:request_success_total", "stop"] == 0, "a counter is there before it counts"
     assert samples["vllm:e2e_request_latency_seconds_count", ""] == 0
+
+
+# What the dashboards that come with vLLM ask for, as far as this engine has it: type, and labels beside `le`.
+COMMON = {"model_name", "engine"}
+ASKED = {
+    "gauge": {
+        "vllm:num_requests_running": COMMON,
+        "vllm:num_requests_waiting": COMMON,
+        "vllm:num_requests_waiting_by_reason": COMMON | {"reason"},
+        "vllm:kv_cache_usage_perc": COMMON,
+        "vllm:engine_sleep_state": COMMON | {"sleep_state"},
+        "vllm:cache_config_info": {"engine", "block_size", "num_gpu_blocks", "enable_prefix_caching"},
+        "process_resident_memory_bytes": set(),
+    },
+    "counter": {
+        "vllm:prompt_tokens": COMMON,
+        "vllm:prompt_tokens_cached": COMMON,
+        "vllm:prompt_tokens_by_source": COMMON | {"source"},
+        "vllm:generation_tokens": COMMON,
+        "vllm:prefix_cache_queries": COMMON,
+        "vllm:prefix_cache_hits": COMMON,
+        "vllm:num_preemptions": COMMON,
+        "vllm:request_success": COMMON | {"finished_reason"},
+        "http_requests": {"handler", "method", "status"},
+        "process_cpu_seconds": set(),
+    },
+    "histogram": {
+        f"vllm:{name}": COMMON
+        for name in (
+            *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
+            *("request_time_per_output_token_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
+            *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
+            *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
+            *("request_params_max_tokens", "request_prefill_kv_computed_tokens"),
+        )
+    },
+}
+
+
+def test_what_dashboards_ask_for_is_there() -> None:
+    metrics = Metrics(Resting(), "a model")
+    metrics.respond("/v1/models", "GET", 200)
+    told: dict[str, dict[str, set[str]]] = {kind: {} for kind in ASKED}
+    for family in parse(metrics.render()[0].decode()):
+        if family.type in told:
+            for sample in family.samples:
+                told[family.type].setdefault(family.name, set()).update(sample.labels.keys() - {"le"})
+    for kind, families in ASKED.items():
+        assert families.items() <= told[kind].items(), kind
+
+
+def test_what_was_asked_for_and_what_was_answered() -> None:
+    metrics = Metrics(Resting(), "a model")
+    metrics.admit(num_prompts=2, num_answers=3, max_tokens=None)
+    metrics.admit(num_prompts=1, num_answers=1, max_tokens=40)
+    for handler, status in (("/v1/models", 200), ("/v1/models", 404), ("/v1/models", 404), ("/metrics", 200)):
+        metrics.respond(handler, "GET", status)
+    samples = read(metrics)
+    assert samples["vllm:request_params_n_count", ""] == 3 and samples["vllm:request_params_n_sum", ""] == 7
+    assert samples["vllm:request_params_max_tokens_count", ""] == 1
+    assert samples["vllm:request_params_max_tokens_sum", ""] == 40
+    text = metrics.render()[0].decode()
+    assert 'http_requests_total{handler="/v1/models",method="GET",status="2xx"} 1.0' in text
+    assert 'http_requests_total{handler="/v1/models",method="GET",status="4xx"} 2.0' in text
+    assert 'handler="/metrics"' not in text
+
+
+def test_a_dead_engine_is_not_awake() -> None:
+    manager = Resting()
+    manager.is_usable = False
+    assert "sleep_state" not in Metrics(manager, "a model").render()[0].decode()
 
 
 def test_the_times_of_a_request() -> None:
@@ -80,6 +162,8 @@ def test_the_times_of_a_request() -> None:
         "request_decode_time_seconds": (1, 2.0),
         "request_prompt_tokens": (1, 3.0),
         "request_generation_tokens": (1, 3.0),
+        "request_max_num_generation_tokens": (1, 3.0),
+        "request_prefill_kv_computed_tokens": (1, 2.0),
     }
     for name, (count, total) in expected.items():
         assert samples[f"vllm:{name}_count", ""] == count
