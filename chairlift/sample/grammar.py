@@ -5,10 +5,13 @@ requests, logits and PyTorch. Imported only when a grammar is used: nothing else
 """
 
 import json
+import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,7 +24,13 @@ from chairlift.params import Grammar, SamplingParams
 
 _END = "<chairlift: end of the grammar>"
 _MOST_KEPT = 128  # compiled grammars, per tokenizer
-_LIMITS = LLParserLimits(verbose_errors=False)
+# llguidance cannot be interrupted, so what it may build is bounded: compiling a schema takes half a second at most, the
+# mask of a step some 20 ms. A schema of 150 000 characters needs an eighth of the fuel and not all of the symbols.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000, step_lexer_fuel=20_000, max_grammar_size=20_000, verbose_errors=False
+)
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d{1,3})?)')
+_MOST_MULTIPLE = 100_000  # what is built for a multiple has as many states, and no limit of llguidance's counts them
 _MOST_CHARACTERS = 1 << 18  # of a grammar's source
 # llguidance follows references from rule to rule by recursion, 5 KB a step; a stack that overflows ends the process. No
 # source of that many characters needs more than a third of this, and what is not touched takes no memory.
@@ -96,11 +105,11 @@ class _Vocabulary:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
         state["added_tokens"].append({"id": end, "content": _END, "special": True} | flags)
         self._tokens = LLTokenizer(json.dumps(state), eos_token=end)
-        self._bits = np.zeros(end // 32 + 1, np.int32)
-        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, Future[CompiledGrammar]] = OrderedDict()
 
-    def compile(self, grammar: Grammar) -> CompiledGrammar:
-        """Raises InvalidRequestError with llguidance's words for a source that is none."""
+    def compiled(self, grammar: Grammar) -> "Future[CompiledGrammar]":
+        """Begins to compile what is not known yet. Gives InvalidRequestError with llguidance's words for a source that
+        is none."""
         compiled = self._compiled.get(grammar)
         if compiled is None:
             compiled = self._compiled[grammar] = self._compile_deeply(grammar)
@@ -109,17 +118,20 @@ class _Vocabulary:
         self._compiled.move_to_end(grammar)
         return compiled
 
-    def _compile_deeply(self, grammar: Grammar) -> CompiledGrammar:
+    def forget(self, grammar: Grammar) -> None:
+        """What turned out bad is not kept."""
+        self._compiled.pop(grammar, None)
+
+    def _compile_deeply(self, grammar: Grammar) -> "Future[CompiledGrammar]":
         """As `_compile`, in a thread of its own that has a large stack."""
-        if (size := len("".join(grammar.source))) > _MOST_CHARACTERS:
-            raise _bad(grammar, f"it has {size} characters, and {_MOST_CHARACTERS} are the most")
-        with ThreadPoolExecutor(1) as thread:
-            usual = threading.stack_size(_STACK_BYTES)
-            try:
-                compiled = thread.submit(self._compile, grammar)
-            finally:
-                threading.stack_size(usual)
-            return compiled.result()
+        _check(grammar)
+        thread = ThreadPoolExecutor(1)
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            return thread.submit(self._compile, grammar)
+        finally:
+            threading.stack_size(usual)
+            thread.shutdown(wait=False)
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         try:
@@ -127,7 +139,8 @@ class _Vocabulary:
         except ValueError as fault:  # JSON that is none
             raise _bad(grammar, str(fault)) from None
         # The first mask builds the lexer's states, which every copy then has.
-        matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        bits = np.zeros(self._num_tokens // 32 + 1, np.int32)
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
             raise _bad(grammar, matcher.get_error())
         return CompiledGrammar(matcher, self._num_tokens)
@@ -151,7 +164,26 @@ def compile_grammar(grammar: Grammar, tokenizer: Any) -> CompiledGrammar:
         vocabulary = _vocabularies.get(tokenizer)
         if vocabulary is None or vocabulary.size != backend.get_vocab_size(with_added_tokens=True):
             vocabulary = _vocabularies[tokenizer] = _Vocabulary(backend)
-        return vocabulary.compile(grammar)
+        compiled = vocabulary.compiled(grammar)
+    try:
+        return compiled.result()  # nobody else waits meanwhile
+    except InvalidRequestError:
+        with _lock:
+            vocabulary.forget(grammar)
+        raise
+
+
+def _check(grammar: Grammar) -> None:
+    """Raise InvalidRequestError for what would take too long."""
+    source = "".join(grammar.source)
+    if len(source) > _MOST_CHARACTERS:
+        raise _bad(grammar, f"it has {len(source)} characters, and {_MOST_CHARACTERS} are the most")
+    spelled = re.sub(r"\\u00([0-9a-fA-F]{2})", lambda found: chr(int(found[1], 16)), source)  # as JSON may hide it
+    multiples = [
+        int("".join(map(str, Decimal(each).normalize().as_tuple().digits))) for each in _MULTIPLE.findall(spelled)
+    ]
+    if (states := math.lcm(*filter(None, multiples))) > _MOST_MULTIPLE:
+        raise _bad(grammar, f"what multipleOf asks for takes {states} states, and {_MOST_MULTIPLE} are the most")
 
 
 def _source(grammar: Grammar) -> str:

@@ -11,9 +11,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+MAX_GRAMMAR = (
+    1 << 14
+)  # characters; llguidance takes a tenth of a second for the worst of this size, and more for longer ones
 
 TokenIds = list[int]
 NotEmpty = Annotated[str, Field(min_length=1)]
+Source = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR)]
 Choices = Annotated[list[NotEmpty], Field(min_length=1)]
 
 
@@ -91,8 +95,8 @@ class Sampling(Body):
     min_tokens: int | None = Field(default=None, ge=0)
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
-    regex: NotEmpty | None = Field(default=None, description="the answer matches this regular expression")
-    grammar: NotEmpty | None = Field(default=None, description="the answer matches this Lark grammar")
+    regex: Source | None = Field(default=None, description="the answer matches this regular expression")
+    grammar: Source | None = Field(default=None, description="the answer matches this Lark grammar")
     choice: Choices | None = Field(default=None, description="the answer is one of these")
     priority: int = Field(default=0, description="lower is sooner")
     deadline_s: float | None = Field(

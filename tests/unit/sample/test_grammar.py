@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chairlift.errors import InvalidRequestError
 from chairlift.params import Grammar, SamplingParams
+from chairlift.sample import grammar as grammars
 from chairlift.sample.grammar import Guided, compile_grammar
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -216,7 +219,7 @@ def test_a_long_chain_of_references_does_not_overflow_the_stack(rule: str) -> No
 
 @pytest.mark.parametrize("link", ['{"items": {"$ref": "#/$defs/d%d"}}', '{"allOf": [{"$ref": "#/$defs/d%d"}]}'])
 def test_a_long_chain_of_schemas_does_not_overflow_the_stack(link: str) -> None:
-    size = 2_500
+    size = 1_000
     links = ", ".join(f'"d{i}": {link % (i + 1)}' for i in range(size))
     schema = f'{{"$defs": {{{links}, "d{size}": {{}}}}, "$ref": "#/$defs/d0"}}'
     assert allowed(guided(Grammar("json_schema", schema)))
@@ -230,8 +233,69 @@ def test_a_source_that_is_too_long_is_refused(grammar: Grammar) -> None:
         guided(grammar)
 
 
+LARGE = [
+    Grammar("json_schema", json.dumps({"properties": {str(i): {} for i in range(8_000)}})),
+    Grammar("json_schema", json.dumps({"const": {str(i): i for i in range(10_000)}})),
+    Grammar("lark", "\n".join(["start: T0", *(f"T{i}: T{i + 1} T{i + 1}" for i in range(60)), "T60: /[a-z]+/"])),
+]
+
+
+@pytest.mark.parametrize("grammar", LARGE)
+def test_what_would_take_seconds_to_compile_is_refused(grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequestError, match="too big"):
+        guided(grammar)
+
+
 def test_a_grammar_that_turns_out_too_large_is_the_requests_fault() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(2_000)}}
     state = guided(Grammar("json_schema", json.dumps(schema)), "{")
     with pytest.raises(InvalidRequestError, match="cannot be followed"):
         allowed(state)
+
+
+MULTIPLES = [
+    '{"type": "integer", "multipleOf": 999983}',
+    '{"type": "number", "multipleOf": 9.99983e-1}',
+    '{"allOf": [{"multipleOf": 101}, {"multipleOf": 103}, {"multipleOf": 107}]}',
+    '{"multipleOf": 10e-2, "anyOf": [{"\\u006dultipleOf": 123457}]}',
+]
+
+
+@pytest.mark.parametrize("schema", MULTIPLES)
+def test_a_multiple_that_would_take_minutes_is_refused(schema: str) -> None:
+    for grammar in (Grammar("json_schema", schema), Grammar("lark", f"start: %json {schema}")):
+        with pytest.raises(InvalidRequestError, match="multipleOf"):
+            guided(grammar)
+
+
+@pytest.mark.parametrize("multiple", ["0.01", "0", "1000000", "1e-5", "7", "65536"])
+def test_multiples_in_use(multiple: str) -> None:
+    if multiple == "0":
+        with pytest.raises(InvalidRequestError):
+            guided(Grammar("json_schema", f'{{"type": "number", "multipleOf": {multiple}}}'))
+    else:
+        assert allowed(guided(Grammar("json_schema", f'{{"type": "number", "multipleOf": {multiple}}}')))
+
+
+def test_whoever_has_a_small_grammar_does_not_wait_for_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_one, go_on = grammars._Vocabulary._compile, threading.Event()
+
+    def slowly(self: Any, grammar: Grammar) -> Any:
+        assert grammar.source != "slow" or go_on.wait(60)
+        return compile_one(self, grammar)
+
+    monkeypatch.setattr(grammars._Vocabulary, "_compile", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        slow = [threads.submit(compile_grammar, Grammar("regex", "slow"), TOKENIZER) for _ in range(2)]
+        assert allowed(guided(Grammar("regex", "quick")))
+        assert not any(each.done() for each in slow)
+        go_on.set()
+        assert slow[0].result() is slow[1].result()
+
+
+def test_what_is_bad_is_not_kept() -> None:
+    bad = Grammar("regex", "(not kept")
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="unclosed group") as caught:
+            compile_grammar(bad, TOKENIZER)
+    assert len(caught.traceback) < 10
