@@ -1,5 +1,6 @@
 """`chairlift chat`: a conversation in the terminal. Answers go to stdout, all else to stderr."""
 
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -106,6 +107,10 @@ class Conversation:
 def _lines() -> Iterator[str]:
     """What the user types, line by line. Ctrl-C at the prompt drops the line."""
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(
+            errors="surrogateescape"
+        )  # what is no UTF-8 is refused as no text, and the next line read
     if is_terminal:
         with suppress(ImportError):  # editing and history, where Python was built with it
             import readline  # noqa: F401

@@ -11,9 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions, as OpenAI's
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
-MAX_GRAMMAR = (
-    1 << 14
-)  # characters; llguidance takes a tenth of a second for the worst of this size, and more for longer ones
+MAX_GRAMMAR = 1 << 14  # characters: the worst that fit take llguidance a tenth of a second, ten times as many minutes
 
 TokenIds = list[int]
 NotEmpty = Annotated[str, Field(min_length=1)]

@@ -23,7 +23,7 @@ from chairlift.text.tools import (
     tool_syntax,
     written,
 )
-from chairlift.text.vocabulary import Vocabulary
+from chairlift.text.vocabulary import Vocabulary, check_unicode
 
 Message = Mapping[str, Any]  # as OpenAI's: role, content, and what belongs to the role
 _TAIL = 16  # tokens at the end of a prompt in which a start tag is looked for
@@ -145,6 +145,7 @@ def render(
             **template_kwargs,
         )
     except Exception as fault:  # a template is a program: of jinja's errors and Python's any may come out
+        check_unicode(json.dumps([plain, tools], ensure_ascii=False, default=str), "messages")
         raise InvalidRequestError(f"the chat template refuses these messages: {fault}") from fault
     return list(tokens)
 

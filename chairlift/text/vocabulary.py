@@ -32,6 +32,16 @@ class TokenText:
     data: bytes
 
 
+def check_unicode(text: str, name: str) -> None:
+    """Raise InvalidRequestError for what UTF-8 cannot spell: JSON can, and so can a terminal."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as fault:
+        raise InvalidRequestError(
+            f"{name} holds half a surrogate pair, {fault.object[fault.start]!a}, which is no text; send whole ones"
+        ) from None
+
+
 class Vocabulary:
     """A tokenizer as those see it who read its tokens. May be used by many threads.
 
@@ -71,12 +81,7 @@ class Vocabulary:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, by a tokenizer of transformers. Raises InvalidRequestError for what is no Unicode."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as fault:
-            raise InvalidRequestError(
-                f"prompt holds half a surrogate pair, {fault.object[fault.start]!a}, at character {fault.start}"
-            ) from None
+        check_unicode(text, "prompt")
         encode: Any = self.tokenizer.encode  # type: ignore[attr-defined]  # whoever only decodes needs none
         return list(encode(text, add_special_tokens=add_special_tokens))
 

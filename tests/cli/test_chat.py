@@ -19,7 +19,7 @@ SPEED = re.compile(r"\[(\d+) tokens, \d+ tok/s, first token after [\d.]+ s, (\d+
 def talk(start: Start, folder: str, text: str, *flags: str) -> tuple[str, str]:
     """What it writes to stdout and stderr when `text` is piped in."""
     process = start("chat", folder, *FLAGS, *flags)
-    out, err = process.communicate(text.encode(), timeout=WAIT)
+    out, err = process.communicate(text.encode(errors="surrogatepass"), timeout=WAIT)
     assert process.returncode == 0, err
     return out.decode(), err.decode()
 
@@ -56,6 +56,12 @@ def test_the_end_of_the_input_ends_it_and_what_is_refused_is_forgotten(start: St
     assert "/reset forgets the conversation" in err
     assert "has at most" not in out
     assert len(SPEED.findall(err)) == 1
+
+
+def test_what_is_no_text_is_refused_and_forgotten(start: Start, folder: str) -> None:
+    out, err = talk(start, folder, "Half \ud83d of one\nHello fox\n", "--max-new-tokens", "3")
+    assert "half a surrogate pair" in err and "TextEncodeInput" not in err and "Traceback" not in err
+    assert len(SPEED.findall(err)) == 1 and out.strip()
 
 
 class Terminal:

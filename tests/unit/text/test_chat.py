@@ -224,3 +224,10 @@ def test_special_tokens_show_on_request() -> None:
     assert read(ChatFormat(tokenizer).turn(HELLO), tokenizer, "a<|end|>")[0] == "a"
     chat = ChatFormat(tokenizer, skip_special_tokens=False)
     assert read(chat.turn(HELLO), tokenizer, "a<|end|>")[0] == "a<|end|>"
+
+
+@pytest.mark.parametrize("message", [{"content": "a\ud83d"}, {"content": "a", "name": "\udc00"}])
+def test_half_a_surrogate_pair_is_called_so(message: dict[str, str]) -> None:
+    tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{{ m.name }}{% endfor %}")
+    with pytest.raises(InvalidRequestError, match="messages holds half a surrogate pair"):
+        ChatFormat(tokenizer).turn([{"role": "user"} | message])
