@@ -1,6 +1,7 @@
 """A server in a process of its own, and clients that come, wait, leave and are killed."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -215,6 +216,20 @@ def test_the_drain_has_an_end() -> None:
         wait_for(server, running=1)
         assert server.end() == 0
         assert "shutting down" in answer.result(WAIT)[1]
+
+
+def test_half_a_body_does_not_hold_the_drain(capfd: pytest.CaptureFixture[str]) -> None:
+    with live("--drain-timeout", "0.5") as server:
+        whole = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
+        )
+        address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        with contextlib.ExitStack() as connections:
+            for part in (whole, whole[:40], b""):
+                connections.enter_context(socket.create_connection(address)).sendall(part)
+            assert httpx.get(f"{server.url}/health").status_code == 200  # what came before has been read
+            assert server.end() == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_the_engine_crashes_in_a_stream() -> None:
