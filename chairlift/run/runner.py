@@ -204,11 +204,18 @@ class ModelRunner:
 
     def verify(self) -> None:
         """Compare the paged path with the model's own logits of the probe; UnsupportedModelError if they differ: the
-        model then depends on something that the paged path does not give it."""
-        expected = self._shadow.probe_logits
+        model then depends on something that the paged path does not give it.
+
+        In 16 bits the worst of the tokens does not count: after tokens that make no sense, other roundings of the same
+        numbers can tip a trained model over.
+        """
+        expected = self._shadow.probe_logits.float()
         got = self._probe(self._shadow.probe_tokens).float()
-        size = expected.float().abs().mean().clamp_min(1e-6)
-        error = float((got - expected.float()).abs().mean() / size)
+        size = expected.abs().mean().clamp_min(1e-6)
+        errors = (got - expected).abs().mean(-1) / size  # [tokens]
+        if self._shadow.dtype != torch.float32 and len(errors) > 1:
+            errors = errors.sort().values[:-1]  # a NaN is the largest: then there are others
+        error = float(errors.mean())
         if not error <= TOLERANCE[self._shadow.dtype]:
             raise UnsupportedModelError(
                 f"{self._shadow.name} gives other logits through the paged cache than by itself (mean difference "

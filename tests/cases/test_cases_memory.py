@@ -83,7 +83,7 @@ def test_case_04_in_generate_batch(llama: Any) -> None:
     from chairlift import ContinuousBatchingConfig
 
     config = ContinuousBatchingConfig(page_size=4, num_blocks=4)
-    with pytest.raises(ValueError, match=r"inputs\[0\] has 20 tokens"):
+    with pytest.raises(ValueError, match=r"inputs\[0\].* 20 tokens"):
         llama.generate_batch([prompt(20), prompt(5)], max_new_tokens=2, continuous_batching_config=config)
     (output,) = llama.generate_batch([prompt(5)], max_new_tokens=2, continuous_batching_config=config).values()
     assert output.generated_tokens == expected(llama, prompt(5), 2)

@@ -97,3 +97,27 @@ def test_a_model_that_depends_on_the_batch_is_refused() -> None:
     model = attach(LooksAround(plain.config).eval())
     with pytest.raises(UnsupportedModelError, match="depends on something"):
         model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
+class Tips(LlamaForCausalLM):
+    """Other logits after the last tokens, with its own attention."""
+
+    tipped = 1
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        out = super().forward(input_ids, **kwargs)
+        if self.config._attn_implementation == "eager":
+            out.logits[:, -self.tipped :] *= -2
+        return out
+
+
+def test_one_token_whose_roundings_tip_a_16_bit_model_over_is_no_reason_to_refuse_it() -> None:
+    """A trained model after tokens that make no sense, on a processor that rounds in another way."""
+    config = build("llama").config
+    model = attach(Tips(config).to(torch.bfloat16).eval())
+    assert model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    for dtype, tipped in ((torch.float32, 1), (torch.bfloat16, 2)):
+        model = attach(Tips(config).to(dtype).eval())
+        model.tipped = tipped
+        with pytest.raises(UnsupportedModelError, match="depends on something"):
+            model.generate_batch([[1, 2, 3]], max_new_tokens=2)
