@@ -22,9 +22,10 @@ constexpr int64_t kSpanUnits = kSpan / kUnit;
 constexpr float kLog2E = 1.44269504f;
 
 // What follows decides about speed, and changes no bit.
-constexpr int64_t kTileRows = 24;       // rows of a tile, where there are enough of them
-constexpr int64_t kTasksPerThread = 8;  // less are too few to share evenly
-constexpr int64_t kAhead = 4;           // units that are prefetched
+constexpr int64_t kTileRows = 24;          // rows of a tile, where there are enough of them
+constexpr int64_t kTasksPerThread = 8;     // less are too few to share evenly
+constexpr int64_t kAhead = 4;              // units that are prefetched
+constexpr int64_t kPieceBytes = 16 << 10;  // that an earlier phase prefetches at a time, at most
 
 // Register tiles: rows x units of keys, rows x vectors of values.
 #if defined(CL_AVX512)
@@ -54,6 +55,9 @@ struct Arguments {
 
   int64_t sharing() const { return q_heads / kv_heads; }  // query heads to a key/value head
   CacheShape shape() const { return {kv_heads, head_dim}; }
+  Range units(const ClRequest &r) const {  // of keys that its tokens see
+    return {first_key(r.position) / kUnit, (r.position + r.count - 1) / kUnit + 1};
+  }
   int64_t first_key(int64_t position) const { return window > 0 ? std::max<int64_t>(0, position - window + 1) : 0; }
 };
 
@@ -214,8 +218,8 @@ void multiply_keys(const typename Multiply<T>::Left *queries, const T *const *un
 #pragma GCC unroll 4
     for (int j = 0; j < kUnitsTogether; j++) {
       columns[j] = M::load(units[j] + at);
-      prefetch_near(units[j + kAhead] + at);
-      prefetch_near(units[j] + end + at);
+      prefetch(units[j + kAhead] + at);
+      prefetch(units[j] + end + at);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
@@ -506,8 +510,37 @@ void run(const Phase &phase, Task task, Thread &thread) {
   with_type(phase.op->type, [&](auto type) { run_task<decltype(type)>(phase, task, thread); });
 }
 
+// How many heads of a unit are a piece of what is read.
+int64_t heads_together(CacheShape shape, int64_t number_size) {
+  int64_t heads = std::clamp<int64_t>(kPieceBytes / (shape.head_elements() * number_size), 1, shape.heads);
+  while (shape.heads % heads) heads--;
+  return heads;
+}
+
+Pieces reads(const Phase &phase) {
+  const CacheShape shape = Arguments(*phase.op).shape();
+  return with_type(phase.op->type, [&](auto type) {
+    const int64_t size = sizeof type;
+    return Pieces{phase.pointer<const char>(1), heads_together(shape, size) * shape.head_elements() * size};
+  });
+}
+
+void list(const Phase &phase, std::vector<int64_t> &places) {
+  const Arguments a(*phase.op);
+  with_type(phase.op->type, [&](auto type) {
+    for (int64_t r = 0; r < phase.step->num_requests; r++) {
+      const ClRequest &request = phase.step->requests[r];
+      const auto pages = pages_of(phase.pointer<decltype(type)>(1), phase.step->groups[a.group], request, a.shape());
+      const Range units = a.units(request);
+      for (int64_t unit = units.begin; unit < units.end; unit++)
+        for (int64_t head = 0; head < a.kv_heads; head += heads_together(a.shape(), sizeof type))
+          places.push_back(reinterpret_cast<const char *>(pages.keys(unit, head)) - phase.pointer<const char>(1));
+    }
+  });
+}
+
 }  // namespace
 
-const Kernel kAttend = {check, split, run};
+const Kernel kAttend = {check, split, run, nullptr, nullptr, reads, list};
 
 }  // namespace cl

@@ -41,11 +41,22 @@ constexpr int64_t kTasksPerThread = 4;
 constexpr int64_t kLine = 64;           // bytes that a prefetch brings
 constexpr int64_t kAhead = 8192;        // bytes between what is multiplied and what is prefetched
 
-// Prefetching: the panel being read, `kAhead` bytes ahead (panels are neighbours, so this runs on into the next one),
-// or the next panel, some bytes with each step, into the cache that this panel is read from.
+// What to prefetch on the way, some bytes with each of so many steps of a product: two lines at most.
+struct Stream {
+  const char *at = nullptr;
+  int64_t step = 0;
+
+  Stream() = default;
+  Stream(Span span, int64_t steps)
+      : at(span.begin), step(span.bytes > 0 ? std::min(span.bytes / steps + 1, 2 * kLine) : 0) {}
+};
+
+// What is prefetched: the panel being read, `kAhead` bytes ahead (panels are neighbours, so this runs on into the next
+// one), or the next panel and what a phase to come reads.
 struct Ahead {
-  const char *next;
-  int64_t bytes_per_step;  // 0: read ahead in this panel
+  Stream next, soon;
+
+  int lines() const { return static_cast<int>(divide_up(std::max(next.step, soon.step), kLine)); }  // 0: this panel
 };
 
 template <class T> struct Tile {
@@ -53,7 +64,6 @@ template <class T> struct Tile {
   int64_t stride;
   const T *panel;
   int64_t K;
-  Ahead ahead;
   float *sums;  // [rows][kPanel]
 };
 
@@ -61,13 +71,14 @@ template <class T> CL_INLINE int64_t panel_size(int64_t K) {
   return divide_up(K, Multiply<T>::depth) * Multiply<T>::depth * kPanel;
 }
 
-template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const Tile<T> &tile, int first_vector) {
+template <class T, int R, int lines>
+CL_INLINE void multiply_columns(const Tile<T> &tile, int first_vector, Ahead &ahead) {
   using M = Multiply<T>;
   constexpr int depth = M::depth, width = kLanes * depth, vectors = tile_vectors(R);
   const T *right = tile.panel + first_vector * width;
   const typename M::Left *left = tile.left;
-  const char *next = tile.ahead.next;
-  const int64_t next_step = tile.ahead.bytes_per_step;
+  const char *next = ahead.next.at, *soon = ahead.soon.at;
+  const int64_t next_step = ahead.next.step, soon_step = ahead.soon.step;
   V sum[R][vectors];
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
@@ -81,11 +92,15 @@ template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const T
 #pragma GCC unroll 3
     for (int j = 0; j < vectors; j++) {
       columns[j] = M::load(right + j * width);
-      if (far_lines == 0) prefetch_once(reinterpret_cast<const char *>(right + j * width) + kAhead);
+      if (lines == 0) prefetch_once(reinterpret_cast<const char *>(right + j * width) + kAhead);
     }
 #pragma GCC unroll 2
-    for (int line = 0; line < far_lines; line++) prefetch_far(next + line * kLine);
+    for (int line = 0; line < lines; line++) {
+      prefetch(next + line * kLine);
+      prefetch(soon + line * kLine);
+    }
     next += next_step;
+    soon += soon_step;
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 3
@@ -104,30 +119,33 @@ template <class T, int R, int far_lines> CL_INLINE void multiply_columns(const T
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 3
     for (int j = 0; j < vectors; j++) store(tile.sums + i * kPanel + (first_vector + j) * kLanes, sum[i][j]);
+  ahead.next.at = next;
+  ahead.soon.at = soon;
 }
 
-template <class T, int R> void multiply_tile(const Tile<T> &tile) {
+template <class T, int R> void multiply_tile(const Tile<T> &tile, Ahead &ahead) {
+  const int lines = ahead.lines();
   for (int j = 0; j < kPanelVectors; j += tile_vectors(R)) {
-    if (tile.ahead.bytes_per_step == 0)
-      multiply_columns<T, R, 0>(tile, j);
-    else if (tile.ahead.bytes_per_step <= kLine)
-      multiply_columns<T, R, 1>(tile, j);
+    if (lines == 0)
+      multiply_columns<T, R, 0>(tile, j, ahead);
+    else if (lines == 1)
+      multiply_columns<T, R, 1>(tile, j, ahead);
     else
-      multiply_columns<T, R, 2>(tile, j);
+      multiply_columns<T, R, 2>(tile, j, ahead);
   }
 }
 
-template <class T> void multiply_tile(int rows, const Tile<T> &tile) {
+template <class T> void multiply_tile(int rows, const Tile<T> &tile, Ahead &ahead) {
   static_assert(kTileRows <= 8, "one case for each height");
   switch (rows) {
-    case 1: return multiply_tile<T, 1>(tile);
-    case 2: return multiply_tile<T, std::min(2, kTileRows)>(tile);
-    case 3: return multiply_tile<T, std::min(3, kTileRows)>(tile);
-    case 4: return multiply_tile<T, std::min(4, kTileRows)>(tile);
-    case 5: return multiply_tile<T, std::min(5, kTileRows)>(tile);
-    case 6: return multiply_tile<T, std::min(6, kTileRows)>(tile);
-    case 7: return multiply_tile<T, std::min(7, kTileRows)>(tile);
-    default: return multiply_tile<T, kTileRows>(tile);
+    case 1: return multiply_tile<T, 1>(tile, ahead);
+    case 2: return multiply_tile<T, std::min(2, kTileRows)>(tile, ahead);
+    case 3: return multiply_tile<T, std::min(3, kTileRows)>(tile, ahead);
+    case 4: return multiply_tile<T, std::min(4, kTileRows)>(tile, ahead);
+    case 5: return multiply_tile<T, std::min(5, kTileRows)>(tile, ahead);
+    case 6: return multiply_tile<T, std::min(6, kTileRows)>(tile, ahead);
+    case 7: return multiply_tile<T, std::min(7, kTileRows)>(tile, ahead);
+    default: return multiply_tile<T, kTileRows>(tile, ahead);
   }
 }
 
@@ -186,16 +204,17 @@ template <class T, int panels> class Work {
 
  public:
   Work(const Phase &phase, Task task, Thread &thread)
-      : x_(phase.pointer<const T>(0)), stride_(phase.op->n[2]), K_(phase.op->n[0]), size_(panel_size<T>(K_)) {
+      : x_(phase.pointer<const T>(0)), stride_(phase.op->n[2]), K_(phase.op->n[0]), size_(panel_size<T>(K_)),
+        soon_(phase.soon), pieces_(part_of(soon_.count, task.index, phase.num_tasks)) {
     Grid grid = grid_of(phase);
     int64_t panel = task.index / grid.blocks, block = task.index % grid.blocks;
     rows_ = part_of(phase.rows(), block, grid.blocks);
     column_ = panel * kPanel;
     weights_ = phase.pointer<const T>(1) + panel * panels * size_;
     bool goes_on = (panel + 1) * grid.blocks < task.end;
-    Range share = part_of(size_ * panels * static_cast<int64_t>(sizeof(T)), block, grid.blocks);
-    next_ = reinterpret_cast<const char *>(weights_ + panels * size_) + share.begin;
-    next_bytes_ = goes_on ? share.end - share.begin : 0;
+    const Range share = part_of(size_ * panels * static_cast<int64_t>(sizeof(T)), block, grid.blocks);
+    const char *next = reinterpret_cast<const char *>(weights_ + panels * size_) + share.begin;
+    next_ = goes_on ? Span{next, share.end - share.begin} : nothing();
     size_t widened = std::is_same<T, Left>::value ? 0 : static_cast<size_t>(kTileRows * K_ + kLanes);
     sums_ = thread.scratch<float>(static_cast<size_t>(panels * kTileSums) + widened);
   }
@@ -206,8 +225,12 @@ template <class T, int panels> class Work {
   // overlaps with the products of the next.
   template <class F> void run(F &&finish) const {
     const int64_t count = rows_.end - rows_.begin, tiles = divide_up(count, kTileRows);
-    const int64_t steps = panels * (kPanelVectors / tile_vectors(kTileRows)) * (K_ / Multiply<T>::depth);
-    Ahead ahead{next_, tiles > 1 && next_bytes_ > 0 ? next_bytes_ / (tiles * steps) + 1 : 0};
+    const int64_t parts = tiles * panels;
+    const int64_t steps = kPanelVectors / tile_vectors(kTileRows) * std::max<int64_t>(1, K_ / Multiply<T>::depth);
+    Ahead ahead;
+    ahead.next = Stream(tiles > 1 ? next_ : nothing(), parts * steps);
+    const int64_t share = pieces_.end - pieces_.begin;
+    int64_t piece = pieces_.begin;
     for (int64_t i = 0; i < tiles; i++) {
       const Range part = part_of(count, i, tiles);  // heights differ by one at most
       const int64_t first = rows_.begin + part.begin;
@@ -216,21 +239,26 @@ template <class T, int panels> class Work {
       Left *widened = reinterpret_cast<Left *>(sums_ + panels * kTileSums);
       const Left *left = left_rows(x_ + first * stride_, stride_, height, K_, widened, &left_stride);
       for (int p = 0; p < panels; p++) {
-        multiply_tile(height, Tile<T>{left, left_stride, weights_ + p * size_, K_, ahead, sums_ + p * kTileSums});
-        ahead.next += ahead.bytes_per_step * (steps / panels);
+        const bool is_due = piece < pieces_.end && piece - pieces_.begin <= (i * panels + p) * share / parts;
+        ahead.soon = Stream(is_due ? soon_[piece++] : nothing(), steps);
+        multiply_tile(height, Tile<T>{left, left_stride, weights_ + p * size_, K_, sums_ + p * kTileSums}, ahead);
       }
       for (int row = 0; row < height; row++) finish(first + row, sums_ + row * kPanel);
     }
   }
 
  private:
+  // To prefetch what is near anyway costs nothing; an address that is none costs a walk through the page tables.
+  Span nothing() const { return {reinterpret_cast<const char *>(weights_), 0}; }
+
   const T *x_;
   int64_t stride_, K_, size_;  // size: numbers in a panel
+  const Pieces &soon_;
+  Range pieces_;  // of them, for this task
   Range rows_;
   int64_t column_;
   const T *weights_;
-  const char *next_;  // this task's share of the next task's panels, and its bytes
-  int64_t next_bytes_;
+  Span next_;  // this task's share of the panels that its thread reads next
   float *sums_;
 };
 
@@ -294,6 +322,13 @@ template <int panels_together> Span weights(const Phase &phase, Range tasks) {
   });
 }
 
+// How many pieces the tasks prefetch for a later phase: one for each tile and panel. A single tile waits for its own
+// weights, and where there are many, arithmetic takes longer than memory.
+template <int panels_together> int64_t room(const Phase &phase) {
+  const int64_t tiles = divide_up(phase.rows(), kTileRows);
+  return tiles < 2 || phase.rows() > kBlockRows ? 0 : grid_of(phase).panels * panels_together * tiles;
+}
+
 // Packing ----------------------------------------------------------------------------------------------------------
 
 // One panel: `rows` (at most 48) rows of W.
@@ -316,8 +351,8 @@ void pack(const T *const *matrices, int64_t count, int64_t stride, int64_t N, in
 
 }  // namespace
 
-const Kernel kLinear = {check_sizes, split, linear, weights<1>};
-const Kernel kGated = {check_gated, split, gated, weights<2>};
+const Kernel kLinear = {check_sizes, split, linear, weights<1>, room<1>};
+const Kernel kGated = {check_gated, split, gated, weights<2>, room<2>};
 
 }  // namespace cl
 

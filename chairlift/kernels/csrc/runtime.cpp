@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <deque>
 #include <memory>
 
 // The entry points of OpenMP's run-time library that `#pragma omp parallel` compiles to. Called by name, a library
@@ -25,6 +26,7 @@ constexpr int kSpins = 2000;      // pauses before a waiting thread offers its c
 constexpr int kMoreSpins = 50;    // and between such offers
 constexpr int64_t kWarmBytes = 192 << 10;  // of weights to come that a waiting thread reads into its cache at most,
 constexpr int64_t kWarmStep = 1 << 10;     // some at a time
+constexpr int64_t kSoonBytes = 8 << 20;    // of what a later phase reads: it stays in the cache that threads share
 constexpr size_t kCacheLine = 64;
 
 thread_local int thread_limit = 0;
@@ -93,6 +95,7 @@ class Program {
       phase.step = step;
       phase.threads = threads;
       phase.notes.clear();
+      phase.soon = {};
       if (phase.rows() == 0) continue;  // nothing to do, whatever it points at
       if (Error error = kernel->check(phase)) return error;
     }
@@ -107,6 +110,7 @@ class Program {
       most = std::max(most, phase.num_tasks);
     }
     if (most < 2) threads_ = 1;
+    look_ahead();
     reset_counters();
     in_parallel(threads_, [](void *self) { static_cast<Program *>(self)->work(); }, this);
   }
@@ -116,6 +120,58 @@ class Program {
     Phase phase;
     const Kernel *kernel;
   };
+
+  // Places of what operations read that differ in their pointers alone: of layers of one kind.
+  struct List {
+    const ClOp *op;
+    std::vector<int64_t> places;
+  };
+
+  // While products are calculated, memory has time for what the phase behind them reads.
+  void look_ahead() {
+    num_lists_ = 0;
+    size_t begin = 0;
+    for (size_t i = 0; i < size_; i++) {
+      if (!phases_[i].kernel->reads || phases_[i].phase.num_tasks == 0) continue;
+      share_reads(begin, i);
+      begin = i + 1;
+    }
+  }
+
+  // Phases [begin, reader) prefetch for phase `reader`.
+  void share_reads(size_t begin, size_t reader) {
+    int64_t room = 0, given = 0;
+    for (size_t i = begin; i < reader; i++) room += room_of(i);
+    if (room == 0) return;
+    const Pieces pieces = phases_[reader].kernel->reads(phases_[reader].phase);
+    const std::vector<int64_t> &places = places_of(reader);
+    const int64_t count = std::min({static_cast<int64_t>(places.size()), room, kSoonBytes / pieces.bytes});
+    for (size_t i = begin; i < reader; i++) {
+      const Range share = {count * given / room, count * (given + room_of(i)) / room};
+      phases_[i].phase.soon = {pieces.base, pieces.bytes, share.end - share.begin, places.data() + share.begin};
+      given += room_of(i);
+    }
+  }
+
+  int64_t room_of(size_t i) const {
+    const Entry &entry = phases_[i];
+    return entry.kernel->room && entry.phase.num_tasks > 0 ? entry.kernel->room(entry.phase) : 0;
+  }
+
+  const std::vector<int64_t> &places_of(size_t reader) {
+    const Phase &phase = phases_[reader].phase;
+    auto is_like = [op = phase.op](const List &list) {
+      return list.op->type == op->type && std::equal(std::begin(op->n), std::end(op->n), list.op->n);
+    };
+    const auto end = lists_.begin() + num_lists_;
+    if (auto found = std::find_if(lists_.begin(), end, is_like); found != end) return found->places;
+    if (end == lists_.end()) lists_.emplace_back();
+    List &list = lists_[static_cast<size_t>(num_lists_++)];
+    list.op = phase.op;
+    list.places.clear();
+    phases_[reader].kernel->list(phase, list.places);
+    return list.places;
+  }
 
   void reset_counters() {
     size_t needed = size_ * static_cast<size_t>(threads_ + 1);
@@ -165,7 +221,7 @@ class Program {
       ahead.end = span.begin + std::min(span.bytes, kWarmBytes);
     }
     for (int64_t n = std::min<int64_t>(kWarmStep, ahead.end - ahead.next); n > 0; n -= kCacheLine) {
-      prefetch_far(ahead.next);
+      prefetch(ahead.next);
       ahead.next += kCacheLine;
     }
   }
@@ -205,6 +261,8 @@ class Program {
   }
 
   std::vector<Entry> phases_;
+  std::deque<List> lists_;  // the first `num_lists_` are of this run
+  std::ptrdiff_t num_lists_ = 0;
   std::unique_ptr<Counter[]> counters_;
   size_t size_ = 0, num_counters_ = 0;
   int threads_ = 1;

@@ -28,6 +28,20 @@ struct Range {
 };
 CL_INLINE Range part_of(int64_t n, int64_t i, int64_t parts) { return {n * i / parts, n * (i + 1) / parts}; }
 
+struct Span {
+  const char *begin;
+  int64_t bytes;
+};
+
+// `count` pieces of memory, of `bytes` each, by their places behind `base`.
+struct Pieces {
+  const char *base = nullptr;
+  int64_t bytes = 0, count = 0;
+  const int64_t *places = nullptr;
+
+  Span operator[](int64_t i) const { return {base + places[i], bytes}; }
+};
+
 // One operation of a running program.
 struct Phase {
   const ClOp *op;
@@ -35,6 +49,7 @@ struct Phase {
   int threads;
   int64_t num_tasks;           // what `split` returned
   std::vector<int32_t> notes;  // whatever `split` wants `run` to know; empty when `split` is called
+  Pieces soon;                 // what a later phase reads, to be prefetched while this one calculates
 
   int64_t rows() const { return op->rows == CL_LOGITS ? step->num_logits : step->num_tokens; }
   template <class T> T *pointer(int i) const { return static_cast<T *>(op->p[i]); }
@@ -62,18 +77,18 @@ class Thread {
   size_t capacity_ = 0;
 };
 
-// Memory that does not change while a program runs.
-struct Span {
-  const char *begin;
-  int64_t bytes;
-};
-
 struct Kernel {
   Error (*check)(const Phase &);
   int64_t (*split)(Phase &);  // number of tasks; called, like `check`, when there are rows
   void (*run)(const Phase &, Task, Thread &);
   // The weights that tasks [begin, end) read, in order: what a thread that waits for an earlier phase may prefetch.
   Span (*weights)(const Phase &, Range tasks) = nullptr;
+  // How many pieces the tasks have time to prefetch for a later phase.
+  int64_t (*room)(const Phase &) = nullptr;
+  // What the tasks would have to wait for: pieces, all but `count` and `places`, and the places, which are the same for
+  // operations that differ in their pointers alone.
+  Pieces (*reads)(const Phase &) = nullptr;
+  void (*list)(const Phase &, std::vector<int64_t> &places) = nullptr;
 };
 
 // elementwise.cpp

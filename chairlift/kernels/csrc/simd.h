@@ -511,10 +511,9 @@ template <> struct Multiply<bf16> {
 #endif
 };
 
-// Prefetch into the first-level or the second-level cache, or for a single use: such lines do not drive out what the
-// last-level cache holds. Any address will do.
-CL_INLINE void prefetch_near(const void *p) { __builtin_prefetch(p, 0, 3); }
-CL_INLINE void prefetch_far(const void *p) { __builtin_prefetch(p, 0, 2); }
+// Prefetch for several uses or for a single one: such lines do not drive out what the last-level cache holds. Any address
+// will do.
+CL_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
 CL_INLINE void prefetch_once(const void *p) { __builtin_prefetch(p, 0, 0); }
 
 }  // namespace cl
