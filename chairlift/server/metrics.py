@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -111,13 +111,10 @@ class Metrics(Collector):
             with self._lock:
                 self._responses[key] = self._responses.get(key, 0) + 1
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """Body and content type of an answer to a scrape with this `Accept` header."""
-        try:
-            encode, content_type = choose_encoder(accept)
-        except TypeError:  # a version in it that is no number
-            encode, content_type = choose_encoder("")
-        return encode(self._registry), content_type
+    def render(self) -> tuple[bytes, str]:
+        """Body and content type of the answer to a scrape. Always the plain format, which every scraper reads:
+        prometheus-client's OpenMetrics writes `vllm_` where dashboards ask for `vllm:`."""
+        return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: asked at registration, when there may be no statistics yet."""

@@ -25,10 +25,9 @@ def api_router(service: Service) -> APIRouter:
         return json_response({"status": "ok"})
 
     @router.get("/metrics")
-    async def metrics(request: Request) -> Response:
+    async def metrics() -> Response:
         """What has been counted, for Prometheus; of a dead engine, too."""
-        accept = request.headers.get("accept", "")
-        content, content_type = await service.offload(partial(service.metrics.render, accept))
+        content, content_type = await service.offload(service.metrics.render)
         return Response(content, headers={"content-type": content_type})
 
     @router.get("/v1/models")

@@ -129,11 +129,15 @@ async def test_a_bad_field_is_named(http: httpx.AsyncClient, path: str, body: di
         assert streamed.status_code == 400 or param == "stream_options"
 
 
-@pytest.mark.parametrize("accept", ["application/openmetrics-text; version=x", "application/openmetrics-text;;q=,"])
-async def test_metrics_for_whoever_does_not_know_what_to_accept(http: httpx.AsyncClient, accept: str) -> None:
+PROMETHEUS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+
+
+@pytest.mark.parametrize("accept", ["", "*/*", PROMETHEUS, "text/plain;version=1.0.0;escaping=allow-utf-8", ";;q=,"])
+async def test_metrics_have_their_names_whatever_is_accepted(http: httpx.AsyncClient, accept: str) -> None:
     answer = await http.get("/metrics", headers={"accept": accept})
-    assert answer.status_code == 200
-    assert "vllm:num_requests_running" in answer.text
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    assert '\nvllm:num_requests_running{engine="0",model_name="toy"}' in answer.text
+    assert "vllm_" not in answer.text
 
 
 async def test_health_is_asked_for_without_a_body(http: httpx.AsyncClient) -> None:

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 from prometheus_client import REGISTRY
-from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_open
 from prometheus_client.parser import text_string_to_metric_families as parse
 
 from chairlift.request import GenerationOutput, RequestStatus
@@ -204,13 +203,6 @@ def test_two_applications_share_nothing() -> None:
     assert read(first)["vllm:request_success_total", "stop"] == 1
     assert read(second)["vllm:request_success_total", "stop"] == 0
     assert not [family for family in REGISTRY.collect() if family.name.startswith("vllm")]
-
-
-def test_openmetrics_for_who_asks() -> None:
-    body, content_type = Metrics(Resting(), "a model").render("application/openmetrics-text; version=1.0.0")
-    assert content_type.startswith("application/openmetrics-text")
-    names = {family.name for family in parse_open(body.decode())}
-    assert {"vllm:num_requests_running", "vllm:prompt_tokens", "vllm:inter_token_latency_seconds"} <= names
 
 
 def test_real_requests() -> None:
