@@ -13,7 +13,7 @@ from chairlift.server import create_app
 from tests.server import toy
 
 EXAMPLES = 40
-SECONDS = 20.0  # for one answer: most of them are refusals
+SECONDS = 60.0  # for one answer: most of them are refusals
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,7 @@ OPERATIONS = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
     ("/v1/responses", "POST"),
+    ("/tokenizer_info", "GET"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
 ]

@@ -43,10 +43,15 @@ def client_of(server: Live, **options: Any) -> openai.OpenAI:
     return openai.OpenAI(api_key="none", base_url=f"{server.url}/v1", max_retries=0, timeout=WAIT, **options)
 
 
+def state_of(server: Live) -> dict[str, int]:
+    state: dict[str, int] = httpx.get(f"{server.url}/test/state", timeout=WAIT).json()
+    return state
+
+
 def assert_nothing_is_left(server: Live) -> None:
     """Soon nothing runs, waits, is held or expected."""
     until = time.monotonic() + WAIT
-    while any((state := httpx.get(f"{server.url}/test/state").json()).values()):
+    while any((state := state_of(server)).values()):
         assert time.monotonic() < until, state
         time.sleep(0.05)
 
@@ -54,7 +59,7 @@ def assert_nothing_is_left(server: Live) -> None:
 def wait_for(server: Live, **wanted: int) -> None:
     """Until the server is in this state."""
     until = time.monotonic() + WAIT
-    while not wanted.items() <= (state := httpx.get(f"{server.url}/test/state").json()).items():
+    while not wanted.items() <= (state := state_of(server)).items():
         assert time.monotonic() < until, state
         time.sleep(0.01)
 
@@ -227,7 +232,7 @@ def test_half_a_body_does_not_hold_the_drain(capfd: pytest.CaptureFixture[str]) 
         with contextlib.ExitStack() as connections:
             for part in (whole, whole[:40], b""):
                 connections.enter_context(socket.create_connection(address)).sendall(part)
-            assert httpx.get(f"{server.url}/health").status_code == 200  # what came before has been read
+            assert httpx.get(f"{server.url}/health", timeout=WAIT).status_code == 200  # what came before has been read
             assert server.end() == 0
     assert "Traceback" not in capfd.readouterr().err
 
@@ -237,10 +242,10 @@ def test_the_engine_crashes_in_a_stream() -> None:
         streamed = answer_in_thread(server, pool, 1900)
         whole = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=WAIT)
         wait_for(server, running=2)
-        httpx.post(f"{server.url}/test/crash")
+        httpx.post(f"{server.url}/test/crash", timeout=WAIT)
         assert "a fault that a test asked for" in streamed.result(WAIT)[1]
         assert whole.result(WAIT).status_code == 503
-        assert httpx.get(f"{server.url}/health").status_code == 503
+        assert httpx.get(f"{server.url}/health", timeout=WAIT).status_code == 503
         with pytest.raises(openai.InternalServerError) as raised:
             client_of(server).completions.create(model="toy", prompt="x")
         assert raised.value.status_code == 503
