@@ -6,6 +6,7 @@ are contiguous over all blocks. Block 0 is the null block: it is never written a
 """
 
 import math
+import mmap
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -13,7 +14,6 @@ from torch import Tensor
 
 from chairlift.cache.layout import CacheLayout, LayerSpec
 from chairlift.cache.table import BlockCopy
-from chairlift.kernels.memory import map_memory
 
 
 class KVStorage:
@@ -85,12 +85,11 @@ class KVStorage:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros, which on a CPU take memory only as they are written to (`torch.zeros` writes to all of it)."""
+    """Zeros, which on a CPU take memory only once they are written to (`torch.zeros` writes to all of it)."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    count = math.prod(shape)
-    mapping, offset = map_memory(count * dtype.itemsize)
-    return torch.frombuffer(mapping, dtype=dtype, count=count, offset=offset).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _host_memory(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
