@@ -31,13 +31,10 @@ def prepare_completion(service: Service, body: CompletionBody) -> Job:
         "prompt_logprobs": body.logprobs if body.echo else None,
         "grammar": grammar_of(body),
     }
-    texts = (
-        [prompt if isinstance(prompt, str) else vocabulary.decode(prompt) for prompt in prompts] if body.echo else []
-    )
     return Job(
         inputs=inputs,
         sampling=sampling,
-        shape=Completion(service.model_name, vocabulary, body, texts),
+        shape=Completion(service.model_name, vocabulary, body, prompts),
         num_answers=body.n or 1,
         max_tokens=body.max_tokens,
         constraint=next(iter(body.constraints()), None),
@@ -45,9 +42,11 @@ def prepare_completion(service: Service, body: CompletionBody) -> Job:
 
 
 class Completion:
-    """The shape of one answer of /v1/completions. `echoes`: the text of each prompt, if it is to be repeated."""
+    """The shape of one answer of /v1/completions."""
 
-    def __init__(self, model: str, vocabulary: Vocabulary, body: CompletionBody, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, model: str, vocabulary: Vocabulary, body: CompletionBody, prompts: Sequence[str | list[int]]
+    ) -> None:
         self.id = f"cmpl-{uuid.uuid4().hex}"
         self._base = {
             "id": self.id,
@@ -57,7 +56,7 @@ class Completion:
         }
         self._vocabulary = vocabulary
         self._num_per_prompt = body.n or 1
-        self._echoes = echoes
+        self._echoed = prompts if body.echo else []
         self._wants_logprobs = body.logprobs is not None
         self._includes_usage = body.includes_usage
         self._event = EventMaker(self._base, "choices", {"usage": None} if body.includes_usage else {})
@@ -101,9 +100,10 @@ class Completion:
             self._answers[choice] = Answer(self._vocabulary)
             self._logprobs[choice] = CompletionLogprobs(self._vocabulary)
         text = "".join(delta.text for delta in self._answers[choice].feed(output))
-        echoes = is_first and bool(self._echoes)
+        echoes = is_first and bool(self._echoed)
         if echoes:
-            text = self._echoes[choice // self._num_per_prompt] + text
+            prompt = self._echoed[choice // self._num_per_prompt]
+            text = (prompt if isinstance(prompt, str) else self._vocabulary.decode(prompt)) + text
         return {
             "index": choice,
             "text": text,

@@ -146,6 +146,12 @@ async def test_echo_repeats_the_prompt(client: openai.AsyncOpenAI, engine: tuple
     assert nothing.usage.completion_tokens == 0
 
 
+@pytest.mark.parametrize("token", [-1, 400, 1 << 70])
+async def test_what_is_no_token_cannot_be_echoed_either(client: openai.AsyncOpenAI, token: int) -> None:
+    with pytest.raises(openai.BadRequestError, match=f"token id {token}, outside the model's vocabulary"):
+        await client.completions.create(model="toy", prompt=[token], max_tokens=1, echo=True)
+
+
 async def test_what_steers_sampling_arrives(client: openai.AsyncOpenAI, engine: tuple[Any, Any]) -> None:
     """Each field changes the answer as the engine's own argument does."""
     _, tokenizer = engine
