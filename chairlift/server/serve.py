@@ -29,7 +29,7 @@ def serve(
     running. port=0: any free one. `ready` is called with the URL once connections are taken. `uvicorn_options`: as
     `uvicorn.Config` has them (`ssl_certfile`, `ssl_keyfile`, `log_level`, ...).
     """
-    options = {"access_log": False, "timeout_keep_alive": 30, "lifespan": "off"} | uvicorn_options
+    options: dict[str, Any] = {"access_log": False, "timeout_keep_alive": 30, "lifespan": "off"} | uvicorn_options
     _Server(app, uvicorn.Config(app, host=host, port=port, **options), drain_timeout, ready).run()
 
 

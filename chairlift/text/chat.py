@@ -14,6 +14,7 @@ from chairlift.text.answer import Answer
 from chairlift.text.reasoning import ReasoningParser, ReasoningTags, reasoning_tags
 from chairlift.text.tools import (
     HERMES,
+    Tool,
     ToolParser,
     ToolSyntax,
     after_reasoning,
@@ -37,6 +38,7 @@ class Turn:
     vocabulary: Vocabulary  # pass it as `tokenizer=`: stop strings and grammar see the text that the answer shows
     grammar: Grammar | None = None  # pass it as `grammar=`: tool calls, or the grammar that was asked for
     syntax: ToolSyntax | None = None  # of the tool calls that may come
+    tools: tuple[Tool, ...] = ()  # that they may call
     reasoning: ReasoningTags | None = None
     is_reasoning: bool = False  # the prompt ends inside the reasoning
 
@@ -45,7 +47,7 @@ class Turn:
         return Answer(
             self.vocabulary,
             reasoning=None if self.reasoning is None else ReasoningParser(self.reasoning, opened=self.is_reasoning),
-            tools=None if self.syntax is None else ToolParser(self.syntax),
+            tools=None if self.syntax is None else ToolParser(self.syntax, self.tools),
         )
 
 
@@ -103,6 +105,7 @@ class ChatFormat:
             vocabulary=self.vocabulary if request is None else self._calling,
             grammar=grammar,
             syntax=None if request is None else self.syntax,
+            tools=() if request is None else request.tools,
             reasoning=self.reasoning,
             is_reasoning=is_reasoning,
         )

@@ -1,6 +1,6 @@
 """Tool calls: how a model writes them, the grammar that keeps it to the tools it was given, and reading them back.
 
-Three ways of writing are known, told apart by the chat template. Refuses to know tokens (a tag that is one token is
+Five ways of writing are known, told apart by the chat template. Refuses to know tokens (a tag that is one token is
 named to the grammar by whoever knows the vocabulary), requests and HTTP.
 """
 
@@ -21,6 +21,8 @@ _TAGS = re.compile(r"(</?tool_call>|<\|python_tag\|>|\[TOOL_CALLS\]|\[ARGS\])")
 _MOST_CALLS = 128  # in one answer; without end it may have no end
 _LETTER = re.compile(r"\\.|/|\n", re.DOTALL)  # of a regex: an escaped one, or one that would end it in a Lark grammar
 _ESCAPED = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+_PARAMETER_END = "\n</parameter>"
+_PLAIN_TEXT = frozenset({"type", "enum", "title", "description", "default", "examples"})  # which mean nothing else
 _SPACING = {"whitespace_pattern": r"[ \n\t]{1,32}"}  # of JSON that is not a call; the same goes for it
 
 
@@ -29,8 +31,9 @@ class ToolSyntax:
     """How a model writes calls: `opening`, then calls with `between` in between, then `closing`.
 
     A call is a JSON object of the tool's name and, under the key `arguments`, its arguments; with `names_first` it is
-    the name, the text `arguments` and the arguments. `tag` is the part of `opening` that announces calls, anywhere in
-    an answer; a `bare` call may begin an answer without it.
+    the name, the text `arguments` and the arguments; with `tagged` a tag of the name around one for each argument.
+    `tag` is the part of `opening` that announces calls, anywhere in an answer; a `bare` call may begin an answer
+    without it.
     """
 
     tag: str
@@ -41,6 +44,7 @@ class ToolSyntax:
     punctuation: str = ""  # besides white space, what may stand between calls
     bare: bool = False
     names_first: bool = False
+    tagged: bool = False
     short_ids: bool = False  # the template wants ids of nine letters or digits
 
     @property
@@ -55,6 +59,14 @@ HERMES = ToolSyntax(
     arguments="arguments",
     closing="\n</tool_call>",
     between="\n</tool_call>\n<tool_call>\n",
+)
+QWEN_CODER = ToolSyntax(
+    tag="<tool_call>",
+    opening="<tool_call>\n",
+    arguments="",
+    closing="\n</tool_call>",
+    between="\n</tool_call>\n<tool_call>\n",
+    tagged=True,
 )
 LLAMA = ToolSyntax(
     tag="<|python_tag|>", opening="", arguments="parameters", closing="", between="; ", punctuation=";", bare=True
@@ -85,6 +97,8 @@ def tool_syntax(chat_template: str) -> ToolSyntax | None:
         return None
     if "[TOOL_CALLS]" in chat_template:
         return MISTRAL_NAMES if "[ARGS]" in chat_template else MISTRAL
+    if "<function=" in chat_template and "<parameter=" in chat_template:
+        return QWEN_CODER
     if "<tool_call>" not in chat_template and '"parameters"' in chat_template:
         return LLAMA
     return HERMES
@@ -189,13 +203,23 @@ def written(syntax: ToolSyntax, calls: Sequence[tuple[str, str]]) -> str:
 
 def _head(syntax: ToolSyntax, name: str, arguments: str = "") -> str:
     """A call up to and with its arguments."""
+    if syntax.tagged:
+        given = json.loads(arguments) if arguments else {}
+        return f"<function={name}>\n" + "".join(_tagged(key, value) for key, value in given.items())
     if syntax.names_first:
         return f"{name}{syntax.arguments}{arguments}"
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{syntax.arguments}": {arguments}'
 
 
 def _tail(syntax: ToolSyntax) -> str:
+    if syntax.tagged:
+        return "</function>"
     return "" if syntax.names_first else "}"
+
+
+def _tagged(key: str, value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return f"<parameter={key}>\n{text}\n</parameter>\n"
 
 
 # --- The grammar ----------------------------------------------------------------------------------------------------
@@ -227,7 +251,10 @@ def tool_grammar(request: ToolRequest, syntax: ToolSyntax, token_of: TokenOf, co
     rules.append(f"call: {' | '.join(f'call{i}' for i in range(len(request.tools)))}")
     for i, tool in enumerate(request.tools):
         head, tail = text(_head(syntax, tool.name)), text(_tail(syntax))
-        rules.append(f"call{i}: {head} %json {json.dumps(_schema(tool))} {tail}")
+        arguments = _parameters(tool, text) if syntax.tagged else f"%json {json.dumps(_schema(tool))}"
+        rules.append(f"call{i}: {head} {arguments} {tail}")
+    if syntax.tagged:
+        rules.append('value[lazy]: TEXT "</parameter>"')
     if content is not None:
         rules.append(f"content: %lark {{\n{_as_lark(content)}}}")
     return "\n".join([*rules, r"TEXT: /(.|\n)*/", r"SPEECH: /\s*[^{\s](.|\n)*/"]) + "\n"
@@ -258,6 +285,34 @@ def _as_lark(grammar: Grammar) -> str:
             return f"{lark}\n"
 
 
+def _parameters(tool: Tool, text: Callable[[str], str]) -> str:
+    """The arguments of a tool as tags, in the order of its schema."""
+    schema = _schema(tool)
+    shared = {key: value for key, value in schema.items() if key in ("$defs", "definitions", "x-guidance")}
+    required = schema.get("required")
+    required = required if isinstance(required, list) else []
+    rules = []
+    for key, kind in _properties(tool).items():
+        if _is_text(kind):
+            values = kind.get("enum")
+            value = "value" if values is None else f"({' | '.join(map(text, values))}) {text(_PARAMETER_END)}"
+        else:
+            value = f"%json {json.dumps(shared | kind if isinstance(kind, dict) else shared)} {text(_PARAMETER_END)}"
+        rule = f"{text(f'<parameter={key}>' + chr(10))} {value} {text(chr(10))}"
+        rules.append(rule if key in required else f"({rule})?")
+    return " ".join(rules)
+
+
+def _is_text(kind: object) -> bool:
+    """Whether an argument of this schema stands between its tags as it is; all others are JSON."""
+    if not isinstance(kind, Mapping) or not _PLAIN_TEXT.issuperset(kind) or kind.get("type", "string") != "string":
+        return False
+    values = kind.get("enum")
+    if values is None:
+        return "type" in kind
+    return isinstance(values, list) and bool(values) and all(isinstance(value, str) and value for value in values)
+
+
 def _schema(tool: Tool) -> dict[str, Any]:
     """White space as models are trained on it; of a tool that is not `strict`, what cannot be enforced is ignored."""
     spacing = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -283,6 +338,9 @@ def _text_until(rule: str, tag: str, token_of: TokenOf) -> list[str]:
 _STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[\da-fA-F]{4}))*"'
 _HEADER = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 _NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_FUNCTION_END = re.compile(r"\s*(?:</function>|(?=</tool_call>))")
 _NAME_SO_FAR = re.compile(r"[\w.-]+(\[[\w\]]*)*\s*")
 
 
@@ -318,10 +376,11 @@ class ToolParser:
     """Feed it the content as it comes, of an answer that may hold calls.
 
     A call with its keys in the usual order streams its arguments; any other object that has a name is read when it is
-    whole. What turns out to be no call is content. White space before a tag is not shown.
+    whole, and so is each argument with tags of its own: as text if `tools` say so, else as JSON, or text if it is none.
+    What turns out to be no call is content. White space before a tag is not shown.
     """
 
-    def __init__(self, syntax: ToolSyntax) -> None:
+    def __init__(self, syntax: ToolSyntax, tools: Sequence[Tool] = ()) -> None:
         self._syntax = syntax
         self._tag = StopFinder((syntax.tag,))
         self._step: Callable[[], list[Piece] | None] = self._begin if syntax.bare else self._speak
@@ -329,7 +388,10 @@ class ToolParser:
         self._offset = 0  # where it begins
         self._index = -1  # of the latest call
         self._object = self._arguments = _JsonEnd()
-        self._num_scanned = 0  # characters of `_text` that `_object` has seen
+        self._num_scanned = 0  # characters of `_text` that `_object` has seen, or that hold no end of an argument
+        self._texts = {(tool.name, key) for tool in tools for key, kind in _properties(tool).items() if _is_text(kind)}
+        self._name = ""  # of the latest call
+        self._num_arguments = 0  # of it, where they have tags
 
     def feed(self, content: Piece) -> list[Piece]:
         """What can be told now."""
@@ -376,6 +438,9 @@ class ToolParser:
         if self._text[0] in self._syntax.punctuation:
             self._drop(1)
             return []
+        if self._syntax.tagged and (self._text.startswith("<function=") or "<function=".startswith(self._text)):
+            match = _FUNCTION.match(self._text)
+            return self._start(match[1], match.end()) if match else None
         if self._text.startswith("{"):
             self._object, self._num_scanned = _JsonEnd(), 0
             self._step = self._read
@@ -409,11 +474,32 @@ class ToolParser:
 
     def _start(self, name: str, size: int, tool_id: str | None = None) -> list[Piece]:
         self._index += 1
-        self._arguments, self._step = _JsonEnd(), self._argue
+        self._arguments, self._step = _JsonEnd(), self._fill if self._text.startswith("<function=") else self._argue
+        self._name, self._num_arguments, self._num_scanned = name, 0, 0
         tool_id = tool_id or (uuid.uuid4().hex[:9] if self._syntax.short_ids else f"call_{uuid.uuid4().hex[:24]}")
         start = self._offset
         self._drop(size)
         return [Piece("tool", "", start, self._offset, self._index, tool_id, name)]
+
+    def _fill(self) -> list[Piece] | None:
+        """The next argument between tags, or the end of the call."""
+        opening = "{" if self._num_arguments == 0 else ""
+        if match := _FUNCTION_END.match(self._text):
+            self._step = self._seek
+            return self._take("tool", match.end(), shown=opening + "}")
+        end = self._text.find("</parameter>", self._num_scanned)
+        if end < 0 or not (match := _PARAMETER.match(self._text)):
+            self._num_scanned = max(len(self._text) - len("</parameter>"), 0)
+            return None
+        key, value = match[1], self._text[match.end() : end].removesuffix("\n")
+        self._num_arguments, self._num_scanned = self._num_arguments + 1, 0
+        shown = f"{opening or ', '}{json.dumps(key, ensure_ascii=False)}: {self._json(key, value)}"
+        return self._take("tool", end + len("</parameter>"), shown=shown)
+
+    def _json(self, key: str, value: str) -> str:
+        if (self._name, key) not in self._texts and _is_json(value):
+            return value.strip()
+        return json.dumps(value, ensure_ascii=False)
 
     def _argue(self) -> list[Piece] | None:
         size = self._arguments.find(self._text)
@@ -454,6 +540,19 @@ def _call(text: str) -> tuple[str, str] | None:
     if isinstance(arguments, str) and _is_object(arguments):
         return call["name"], arguments
     return call["name"], json.dumps(arguments if isinstance(arguments, dict) else {}, ensure_ascii=False)
+
+
+def _properties(tool: Tool) -> Mapping[str, Any]:
+    properties = tool.parameters.get("properties")
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _is_object(text: str) -> bool:

@@ -18,6 +18,7 @@ from chairlift.text.tools import (
     LLAMA,
     MISTRAL,
     MISTRAL_NAMES,
+    QWEN_CODER,
     ToolParser,
     ToolRequest,
     ToolSyntax,
@@ -30,6 +31,7 @@ from chairlift.text.tools import (
 from tests.unit.text.conftest import byte_tokenizer, chunked
 
 SYNTAXES = [HERMES, LLAMA, MISTRAL, MISTRAL_NAMES]
+ALL = [*SYNTAXES, QWEN_CODER]
 NAMES = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_-]{0,8}", fullmatch=True)
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.sampled_from(["}", '"', "{[", "\\", "</"]),
@@ -115,11 +117,14 @@ def test_whatever_comes_is_read_the_same_in_any_pieces(syntax: ToolSyntax, text:
             assert piece.text == text[piece.start : piece.end]
 
 
-@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("syntax", ALL)
 @given(text=st.text(alphabet="abc .,\n<>", max_size=20))
 def test_text_without_calls_is_content(syntax: ToolSyntax, text: str) -> None:
     pieces = read(syntax, list(text))
     assert content_of(pieces) == text and not calls_of(pieces)
+
+
+CODER = "<tool_call>\n<function={}>\n<parameter={}>\n{}\n</parameter>\n</function>\n</tool_call>"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +144,16 @@ def test_text_without_calls_is_content(syntax: ToolSyntax, text: str) -> None:
         (LLAMA, '{"answer": ', '{"answer": ', []),
         (LLAMA, 'Say {"name": "f", "parameters": {}}', 'Say {"name": "f", "parameters": {}}', []),
         (MISTRAL, '[TOOL_CALLS] [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "", 2),
+        (QWEN_CODER, CODER.format("f", "x", 1), "", [("f", '{"x": 1}')]),
+        (QWEN_CODER, "Well.\n" + CODER.format("f", "x", "1 + a\n"), "Well.", [("f", '{"x": "1 + a\\n"}')]),
+        (QWEN_CODER, CODER.format("f", "x", 1) + "\n" + CODER.format("g", "x", 1), "", 2),
+        (QWEN_CODER, "<tool_call>\n<function=f>\n</function>\n</tool_call>", "", [("f", "{}")]),
+        (QWEN_CODER, "<tool_call><function=f><parameter=x>[1]</parameter></function>", "", [("f", '{"x": [1]}')]),
+        (QWEN_CODER, "<tool_call><function=f>\n<parameter=x>\n1\n</parameter>\n</tool_call>", "", [("f", '{"x": 1}')]),
+        (QWEN_CODER, "<tool_call>\n<function=f>\n<parameter=x>\n1\n</para", "", [("f", "")]),
+        (QWEN_CODER, '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>', "", [("f", '{"x": 1}')]),
+        (QWEN_CODER, "<tool_call>\n<func", "", []),
+        (QWEN_CODER, "<tool_call>\n<funk>", "<funk>", []),
         (MISTRAL_NAMES, '[TOOL_CALLS]f{"x": 1}[TOOL_CALLS]g[CALL_ID]abc123def[ARGS]{}', "", 2),
     ],
 )
@@ -176,6 +191,7 @@ def test_ids_are_what_templates_accept() -> None:
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS][{{ call }}]", MISTRAL),
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]{{ name }}[ARGS]{{ arguments }}", MISTRAL_NAMES),
         ("{% if tools %}{{ tools | tojson }}{% endif %}", HERMES),
+        ("{% if tools %}<tool_call>\n<function={{ name }}>\n<parameter={{ key }}>{% endif %}", QWEN_CODER),
         ("{{ message.content }}", None),
     ],
 )
@@ -286,7 +302,7 @@ def check(calls: list[tuple[str, str]]) -> None:
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("syntax", SYNTAXES)
+@pytest.mark.parametrize("syntax", ALL)
 @settings(max_examples=5)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_model_that_must_call_calls(syntax: ToolSyntax, kind: str, seed: int) -> None:
@@ -298,7 +314,7 @@ def test_a_model_that_must_call_calls(syntax: ToolSyntax, kind: str, seed: int) 
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
-@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, MISTRAL_NAMES])
+@pytest.mark.parametrize("syntax", [HERMES, MISTRAL, MISTRAL_NAMES, QWEN_CODER])
 @settings(max_examples=5)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_model_that_begins_to_call_ends_the_call(syntax: ToolSyntax, kind: str, seed: int) -> None:
@@ -345,7 +361,7 @@ def test_what_a_grammar_of_tools_allows(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]
     token_of = tokenizer.get_added_vocab().get
     roll = ("roll", "{}")
-    for syntax in (HERMES, MISTRAL, MISTRAL_NAMES):
+    for syntax in (HERMES, MISTRAL, MISTRAL_NAMES, QWEN_CODER):
         lark = tool_grammar(request(), syntax, token_of)
         assert allows(tokenizer, lark, "No tool is needed.\n{}")
         assert allows(tokenizer, lark, "")
@@ -364,6 +380,66 @@ def test_what_a_grammar_of_tools_allows(kind: str) -> None:
     assert allows(tokenizer, bare, "No tool is needed.") and allows(tokenizer, bare, "")
     assert allows(tokenizer, bare, written(LLAMA, [roll, roll]))
     assert not allows(tokenizer, bare, '{"answer": 1}')
+
+
+EDIT = {
+    "name": "edit",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string", "description": "What to write"},
+            "mode": {"type": "string", "enum": ["w", "a+"]},
+            "date": {"type": "string", "format": "date"},
+            "line": {"$ref": "#/$defs/count"},
+            "more": {"type": ["string", "null"]},
+        },
+        "$defs": {"count": {"type": "integer", "minimum": 2, "maximum": 20}},
+        "required": ["text", "mode"],
+    },
+}
+
+
+def tagged(name: str, **values: object) -> str:
+    return written(QWEN_CODER, [(name, json.dumps(values))])
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_arguments_with_tags_keep_to_their_types(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    asked = tool_request([{"type": "function", "function": EDIT}], "required", parallel=True)
+    assert asked is not None
+    lark = tool_grammar(asked, QWEN_CODER, tokenizer.get_added_vocab().get)
+    for good in (
+        tagged("edit", text="1 <b> </p>\n\n{", mode="a+"),
+        tagged("edit", text="", mode="w", line=3),
+        tagged("edit", text="x", mode="w", date='"2026-11-30"', line=3, more='"y"'),
+        tagged("edit", text="x", mode="w", more=None),
+    ):
+        assert allows(tokenizer, lark, good), good
+    for bad in (
+        tagged("edit", text="x"),
+        tagged("edit", text="x", mode="r"),
+        tagged("edit", text="x", mode="w", line=1),
+        tagged("edit", text="x", mode="w", more="y"),
+        tagged("edit", text="x", mode="w", extra=1),
+        tagged("edit", mode="w", text="x"),
+        tagged("delete", text="x", mode="w"),
+    ):
+        assert not allows(tokenizer, lark, bad), bad
+
+
+@given(text=st.text(max_size=12).filter(lambda text: "</parameter>" not in text), line=st.integers(), data=st.data())
+def test_text_between_tags_is_text_whatever_it_looks_like(text: str, line: int, data: st.DataObject) -> None:
+    asked = tool_request([{"type": "function", "function": EDIT}], "auto", parallel=True)
+    assert asked is not None
+    for value in (text, "123", "null", '{"a": 1}', "\n a \n"):
+        spelled = tagged("edit", text=value, line=line, more=None)
+        parser, at, pieces = ToolParser(QWEN_CODER, asked.tools), 0, []
+        for chunk in chunked(spelled, data):
+            pieces += parser.feed(Piece("content", chunk, at, at + len(chunk)))
+            at += len(chunk)
+        [(name, arguments)] = calls_of(pieces + parser.finish())
+        assert (name, json.loads(arguments)) == ("edit", {"text": value, "line": line, "more": None})
 
 
 GRAMMARS = [
