@@ -6,11 +6,12 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-CHROMIUM ?= /usr/bin/chromium
+CHROMIUM ?= $(or $(shell command -v chromium || command -v google-chrome),/usr/bin/chromium)
 SUDO   := $(if $(filter-out 0,$(shell id -u)),sudo)
+APT    := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test search check bench clean
+.PHONY: help setup compiler demo test search check bench clean
 
 help:
 	@echo "make setup   build .venv with everything the other verbs need"
@@ -37,13 +38,19 @@ $(READY): pyproject.toml
 $(CHROMIUM):
 	@command -v apt-get >/dev/null || { \
 	  echo "the page's tests need Chromium: install it, then make CHROMIUM=/path/to/it test" >&2; exit 1; }
-	$(SUDO) apt-get update -qq
-	$(SUDO) apt-get install -qq -y --no-install-recommends chromium
+	$(APT) update
+	$(APT) install -y --no-install-recommends chromium
+
+# Without a compiler the engine runs on PyTorch's operators; the tests of the kernels need one.
+compiler:
+	@for name in $${CXX:-c++ g++ clang++}; do command -v $$name >/dev/null && exit; done; \
+	  command -v apt-get >/dev/null || { echo "the kernels' tests need a C++ compiler: install g++, or set CXX" >&2; exit 1; }; \
+	  $(APT) update && $(APT) install -y --no-install-recommends g++ libc6-dev
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: $(READY) $(CHROMIUM)
+test: $(READY) $(CHROMIUM) compiler
 	OMP_WAIT_POLICY=PASSIVE CHROMIUM=$(CHROMIUM) $(BIN)/python -m pytest $(ARGS)
 
 search: ARGS += --hypothesis-profile=search
