@@ -935,8 +935,7 @@ def test_a_killed_thread_is_noticed(llama: Any) -> None:
     manager = llama.init_continuous_batching(continuous_batching_config=small())
     manager.start()
     answer(manager, [1, 2], 2)
-    thread = next(thread for thread in threading.enumerate() if thread.name == "chairlift-engine")
-    _raise_in(thread, SystemExit)
+    _raise_in(manager._thread, SystemExit)
     request_id = manager.add_request([1, 2], max_new_tokens=2)
     with pytest.raises(EngineDeadError):
         manager.get_result(request_id, timeout=WAIT)
