@@ -124,7 +124,9 @@ class Stream:
         self._work = work = self._waiting.pop(0)
         body = {"prompt": work.prompt, "max_tokens": work.count, "ignore_eos": True, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}}
-        self._tail, self._begin = b"", time.perf_counter()
+        self._pieces: list[bytes] = []
+        self._is_begun = False
+        self._begin = time.perf_counter()
         self.connection.sendall(_request("POST", "/v1/completions", body))
         return True
 
@@ -132,12 +134,13 @@ class Stream:
         """Take what has come; True at the end of the answer."""
         piece = self.connection.recv(1 << 16)
         assert piece, "the server closed the connection"
-        if b"data: " in piece:
-            self._first.setdefault(tuple(self._work.prompt[:8]), time.perf_counter() - self._begin)
-        self._tail = self._tail[-1000:] + piece
-        if not self._tail.endswith(b"\r\n0\r\n\r\n"):
+        self._pieces.append(piece)
+        if not self._is_begun and b"data: " in piece:
+            self._is_begun = True
+            self._first[tuple(self._work.prompt[:8])] = time.perf_counter() - self._begin
+        if not piece.endswith(b"\r\n") or not b"".join(self._pieces[-7:]).endswith(b"\r\n0\r\n\r\n"):
             return False
-        assert f'"completion_tokens":{self._work.count}'.encode() in self._tail
+        assert f'"completion_tokens":{self._work.count}'.encode() in b"".join(self._pieces)
         return True
 
 
