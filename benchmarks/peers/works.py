@@ -137,8 +137,12 @@ class Meter:
         prompts = self._prompts(lengths, seed)
         if max(lengths) == CONTEXT:
             self._seconds(prompts, [1] * len(prompts))  # into the prefix cache, if it is not there from the last round
-        first = self._seconds(prompts, [1] * len(prompts))
-        return len(prompts) * steps / (self._seconds(prompts, [1 + steps] * len(prompts)) - first)
+        for _ in range(3):
+            first = self._seconds(prompts, [1] * len(prompts))
+            rest = self._seconds(prompts, [1 + steps] * len(prompts)) - first
+            if rest > 0:  # else something held up the first token alone
+                return len(prompts) * steps / rest
+        raise RuntimeError(f"three times one token took as long as {1 + steps}")
 
 
 def arguments() -> argparse.Namespace:

@@ -3,6 +3,7 @@
 // Arithmetic is in float32 and rounded where PyTorch's modules round.
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <type_traits>
 
 #include "activation.h"
@@ -155,16 +156,16 @@ template <class T> struct Argmax {
   }
 };
 
-// The largest numbers of a row. Its vectors are dealt out to kGroups groups, lane by lane; that many lanes hold a number
-// at least as large as the `count`-th largest of the lanes' maxima, and all larger ones are in these lanes.
-constexpr int64_t kGroups = 64;
+// The largest numbers of a row. Its vectors are dealt out to groups, lane by lane; `count` lanes hold a number at least as
+// large as the `count`-th largest of the lanes' maxima: what is smaller cannot be among the largest.
+constexpr int64_t kMostLanes = 1024;
 
 template <class T> class Largest {
  public:
   static void run(const Phase &phase, Task task, Thread &thread) {
     const ClOp &op = *phase.op;
     const int64_t width = op.n[0], count = op.n[2];
-    Largest largest{count, width, thread.scratch<Entry>(static_cast<size_t>(width + 2 * kGroups * kLanes))};
+    Largest largest{count, width, thread.scratch<Entry>(static_cast<size_t>(width + kMostLanes))};
     Range rows = rows_of(phase, task);
     for (int64_t row = rows.begin; row < rows.end; row++)
       largest.take(phase.pointer<const T>(0) + row * op.n[1], phase.pointer<float>(1) + row * count,
@@ -181,15 +182,26 @@ template <class T> class Largest {
   };
 
   Largest(int64_t count, int64_t width, Entry *memory)
-      : count_(count), width_(width), most_(reinterpret_cast<float *>(memory)), ordered_(most_ + kGroups * kLanes),
-        entries_(memory + kGroups * kLanes) {}
+      : count_(count), width_(width), most_(reinterpret_cast<float *>(memory)), ordered_(most_ + kMostLanes),
+        entries_(memory + kMostLanes) {
+    while (lanes_ < std::min(4 * count, kMostLanes)) lanes_ *= 2;
+  }
 
   void take(const T *x, float *values, int64_t *columns) {
-    const float nan = find_most(x), bound = bound_of();
+    const float nan = find_most(x);
+    const V bound = all(std::max(bound_of(), std::numeric_limits<float>::lowest()));  // above -infinity
     int64_t found = 0;
-    for (int64_t lane = 0; lane < kGroups * kLanes; lane++)
-      if (most_[lane] >= bound && most_[lane] > -INFINITY)
-        for (int64_t i = lane; i < width_; i += kGroups * kLanes) found = add(x, i, bound, found);
+    each_vector(width_, [&](int64_t i, int64_t n) CL_INLINE_LAMBDA {
+      const V v = first(n, load(x + i, n), all(-INFINITY));
+      uint32_t bits = at_least(v, bound);
+      if (!bits) return;
+      alignas(64) float lanes[kLanes];
+      store(lanes, v);
+      for (; bits; bits &= bits - 1) {
+        const int lane = __builtin_ctz(bits);
+        entries_[found++] = {lanes[lane], static_cast<int32_t>(i + lane)};
+      }
+    });
     for (int64_t i = 0; found < count_; i++)  // a row with few numbers above -infinity, none of which is missing
       if (!(value_of(x, i) > -INFINITY)) entries_[found++] = {-INFINITY, static_cast<int32_t>(i)};
     std::partial_sort(entries_, entries_ + count_, entries_ + found);
@@ -202,20 +214,20 @@ template <class T> class Largest {
 
   // The largest number of each lane. Returns NaN if there is one in the row, else 0.
   float find_most(const T *x) {
-    for (int64_t i = 0; i < kGroups * kLanes; i += kLanes) store(most_ + i, all(-INFINITY));
+    for (int64_t i = 0; i < lanes_; i += kLanes) store(most_ + i, all(-INFINITY));
     V nan = zero();
-    for (int64_t i = 0; i < width_; i += kLanes) {
-      V v = first(width_ - i, load(x + i, width_ - i), all(-INFINITY));
-      float *most = most_ + i % (kGroups * kLanes);
+    each_vector(width_, [&](int64_t i, int64_t n) CL_INLINE_LAMBDA {
+      const V v = first(n, load(x + i, n), all(-INFINITY));
+      float *most = most_ + (i & (lanes_ - 1));
       store(most, max(v, load(most)));
       nan = nan_or(v, nan);
-    }
+    });
     return sum_of(nan);
   }
 
   float bound_of() {
-    std::copy(most_, most_ + kGroups * kLanes, ordered_);
-    std::nth_element(ordered_, ordered_ + count_ - 1, ordered_ + kGroups * kLanes, std::greater<float>());
+    std::copy(most_, most_ + lanes_, ordered_);
+    std::nth_element(ordered_, ordered_ + count_ - 1, ordered_ + lanes_, std::greater<float>());
     return ordered_[count_ - 1];
   }
 
@@ -226,13 +238,8 @@ template <class T> class Largest {
     return lanes[0];
   }
 
-  int64_t add(const T *x, int64_t i, float bound, int64_t found) {
-    const float value = value_of(x, i);
-    if (value >= bound && value > -INFINITY) entries_[found++] = {value, static_cast<int32_t>(i)};
-    return found;
-  }
-
   int64_t count_, width_;
+  int64_t lanes_ = 4 * kLanes;  // a power of two, several times `count` where that is possible
   float *most_, *ordered_;
   Entry *entries_;
 };
@@ -244,7 +251,7 @@ void largest(const Phase &phase, Task task, Thread &thread) {
 Error check_largest(const Phase &phase) {
   if (Error error = check_pointers<3>(phase)) return error;
   const int64_t width = phase.op->n[0], count = phase.op->n[2];
-  return count > 0 && count <= std::min(width, kGroups * kLanes) && width <= 1 << 24 ? kOk : kBadSize;
+  return count > 0 && count <= std::min(width, kMostLanes) && width <= 1 << 24 ? kOk : kBadSize;
 }
 
 Error check_argmax(const Phase &phase) {

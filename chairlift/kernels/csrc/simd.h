@@ -116,6 +116,19 @@ CL_INLINE Register where_less(Register a, Register b, Register yes, Register no)
 // NaN where v is, elsewhere `other`.
 CL_INLINE Register nan_or(Register v, Register other) { return {v.r == v.r ? other.r : v.r}; }
 
+// Bit i: lane i of v is at least as large as that of bound; no NaN is.
+CL_INLINE uint32_t at_least(Register v, Register bound) {
+#if defined(CL_AVX512)
+  return _mm512_cmp_ps_mask((__m512)v.r, (__m512)bound.r, _CMP_GE_OQ);
+#elif defined(CL_AVX2)
+  return static_cast<uint32_t>(_mm256_movemask_ps(_mm256_cmp_ps((__m256)v.r, (__m256)bound.r, _CMP_GE_OQ)));
+#else
+  uint32_t bits = 0;
+  for (int i = 0; i < Register::lanes; i++) bits |= static_cast<uint32_t>(v.r[i] >= bound.r[i]) << i;
+  return bits;
+#endif
+}
+
 CL_INLINE Register abs(Register a) { return {(Floats)((Words)a.r & 0x7fffffffu)}; }
 
 // The magnitude of a with the sign of b.
@@ -283,6 +296,9 @@ template <class H> CL_INLINE Two<H> where_less(Two<H> a, Two<H> b, Two<H> yes, T
 }
 template <class H> CL_INLINE Two<H> nan_or(Two<H> v, Two<H> other) {
   return {nan_or(v.low, other.low), nan_or(v.high, other.high)};
+}
+template <class H> CL_INLINE uint32_t at_least(Two<H> v, Two<H> bound) {
+  return at_least(v.low, bound.low) | at_least(v.high, bound.high) << H::lanes;
 }
 template <class H> CL_INLINE Two<H> abs(Two<H> a) { return {abs(a.low), abs(a.high)}; }
 template <class H> CL_INLINE Two<H> copy_sign(Two<H> a, Two<H> b) {
