@@ -148,6 +148,11 @@ class Sampling(Body):
         return [name for name in ("regex", "grammar", "choice") if getattr(self, name) is not None]
 
     @property
+    def may_compile(self) -> bool:
+        """Whether a grammar may have to be compiled before the answer begins."""
+        return bool(self.constraints())
+
+    @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -340,6 +345,11 @@ class ChatBody(Formatted):
     def limit(self) -> int | None:
         """Most tokens of the answer; None: as many as the context has room for."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def may_compile(self) -> bool:
+        """Calls of tools keep to a grammar."""
+        return super().may_compile or bool(self.tools)
 
 
 class TokenizeBody(Body):

@@ -206,6 +206,11 @@ class ResponsesBody(Sampling):
         return super().constraints() + ["text"] * formatted
 
     @property
+    def may_compile(self) -> bool:
+        """Calls of tools keep to a grammar."""
+        return super().may_compile or bool(self.tools)
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the logprobs of the text's tokens are to be told."""
         return LOGPROBS in (self.include or ()) or self.top_logprobs is not None

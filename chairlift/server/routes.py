@@ -47,19 +47,19 @@ def api_router(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Continue prompts."""
         service.check_model(body.model)
-        return await service.answer(request, partial(prepare_completion, service, body), bool(body.stream))
+        return await service.answer(request, prepare_completion, body)
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
         """The next turn of a conversation."""
         service.check_model(body.model)
-        return await service.answer(request, partial(prepare_chat, service, body), bool(body.stream))
+        return await service.answer(request, prepare_chat, body)
 
     @router.post("/v1/responses")
     async def responses(body: ResponsesBody, request: Request) -> Response:
         """The next turn of a conversation, as items."""
         service.check_model(body.model)
-        return await service.answer(request, partial(prepare_response, service, body), bool(body.stream))
+        return await service.answer(request, prepare_response, body)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:

@@ -1,4 +1,4 @@
-"""What all routes share: the manager, the tokenizer, a few threads for text, and the calls under way."""
+"""What all routes share: manager, tokenizer, a few threads for text and for grammars, and the calls under way."""
 
 import asyncio
 import time
@@ -15,14 +15,17 @@ from chairlift.request import GenerationOutput
 from chairlift.server.call import Bell, Call
 from chairlift.server.errors import ApiError, bad_request, json_response, shutting_down
 from chairlift.server.metrics import Metrics
+from chairlift.server.protocol import Sampling
 from chairlift.server.sse import EventStream, Streamed
 from chairlift.server.tracing import Tracing
 from chairlift.text.chat import ChatFormat
 from chairlift.text.vocabulary import Vocabulary
 
 NUM_THREADS = 4
+NUM_COMPILERS = 2  # more would take more from the engine
 
 Result = TypeVar("Result")
+Asked = TypeVar("Asked", bound=Sampling)
 
 
 class Shape(Streamed, Protocol):
@@ -68,7 +71,8 @@ class Service:
         self._tracing = tracing
         self._vocabularies = {skip: Vocabulary(tokenizer, skip_special_tokens=skip) for skip in (True, False)}
         self.encode("a")  # what a fast tokenizer sets up at its first call must not be set up by two threads at once
-        self._threads = ThreadPoolExecutor(NUM_THREADS, "chairlift-text")  # ends with the service
+        self._threads = ThreadPoolExecutor(NUM_THREADS, "chairlift-text")  # both end with the service
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "chairlift-grammar")
         self._bell: Bell | None = None
         self._calls: set[Call[Any]] = set()
         self._is_ending = False
@@ -112,18 +116,20 @@ class Service:
                 code="model_not_found",
             )
 
-    async def offload(self, work: Callable[[], Result]) -> Result:
-        """Do `work` beside the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+    async def offload(self, work: Callable[[], Result], *, compiles: bool = False) -> Result:
+        """Do `work` beside the event loop. What compiles a grammar takes as long as its client likes, up to half a
+        second, and has threads of its own: whatever compiles none is never behind it."""
+        return await asyncio.get_running_loop().run_in_executor(self._compilers if compiles else self._threads, work)
 
-    async def answer(self, request: Request, prepare: Callable[[], Job], streaming: bool) -> Response:
+    async def answer(self, request: Request, prepare: Callable[["Service", Asked], Job], body: Asked) -> Response:
         """Answer one request. `prepare` (tokenising, checking) runs beside the event loop. A client that leaves
         cancels whatever there is."""
+        streaming = bool(body.stream)
         call: Call[Any] = self._open(request)
         try:
 
             def submit() -> tuple[Shape, bytes]:
-                job = prepare()
+                job = prepare(self, body)
                 opening = job.shape.opening() if streaming else b""  # first: chunks are made from here on
                 sampling = {"tenant": request.scope.get("tenant")} | job.sampling
                 try:
@@ -135,11 +141,11 @@ class Service:
                 self.metrics.admit(len(job.inputs), job.num_answers, job.max_tokens)
                 return job.shape, opening
 
-            shape, opening = await self.offload(submit)
+            shape, opening = await self.offload(submit, compiles=body.may_compile)
             if not streaming:
                 outputs = dict([item async for items in call for item in items])
-                body = await self.offload(lambda: shape.whole([outputs[choice] for choice in sorted(outputs)]))
-                return json_response(body)
+                whole = await self.offload(lambda: shape.whole([outputs[choice] for choice in sorted(outputs)]))
+                return json_response(whole)
             stream = EventStream(call, shape, opening)
         except BaseException:
             call.close()

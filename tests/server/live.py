@@ -1,6 +1,7 @@
 """A server for tests: prints its URL once it listens. `python -m tests.server.live [--model smollm2] ...`"""
 
 import argparse
+import gc
 import json
 import threading
 from typing import Any
@@ -40,7 +41,7 @@ def state(app: Any, manager: Any) -> dict[str, int]:
 
 
 def add_switches(app: Any, manager: Any, slow: float) -> None:
-    """Routes for tests only: how the server is, and a fault in the engine's next step."""
+    """Routes for tests only: how the server is, what garbage collection skips, a fault in the engine's next step."""
     step, failing = manager._engine.step, threading.Event()
     pause = threading.Event()
 
@@ -56,6 +57,10 @@ def add_switches(app: Any, manager: Any, slow: float) -> None:
     @app.get("/test/state")
     async def show() -> dict[str, int]:
         return state(app, manager)
+
+    @app.get("/test/frozen")
+    async def frozen() -> int:
+        return gc.get_freeze_count()
 
     @app.post("/test/crash")
     async def crash() -> None:

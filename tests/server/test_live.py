@@ -64,6 +64,11 @@ def wait_for(server: Live, **wanted: int) -> None:
         time.sleep(0.01)
 
 
+def test_what_is_loaded_is_no_garbage(server: Live) -> None:
+    """Looking through it would stop the server for a quarter of a second."""
+    assert httpx.get(f"{server.url}/test/frozen", timeout=WAIT).json() > 100_000
+
+
 def test_the_real_clients(server: Live) -> None:
     client = client_of(server)
     assert [model.id for model in client.models.list()] == ["toy"]
