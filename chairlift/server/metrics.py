@@ -6,8 +6,8 @@ the terminal outputs of requests have added up to. Refuses to know HTTP, and hol
 
 import threading
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from chairlift.request import GenerationOutput
-from chairlift.stats import Stats
+from chairlift.stats import STEP_SIZES, Stats
 
 # The bounds of vLLM's histograms, so that the quantiles of a dashboard mean the same.
 _FIRST_TOKEN = (
@@ -148,9 +148,9 @@ class Metrics(Collector):
             histograms = {name: histogram.snapshot() for name, histogram in self._histograms.items()}
         yield self._counter("request_success", "Requests that ended, by reason.", ended, "finished_reason")
         for name, (buckets, total) in histograms.items():
-            family = HistogramMetricFamily(f"vllm:{name}", _HISTOGRAMS[name][0], labels=list(self._labels))
-            family.add_metric(list(self._labels.values()), buckets, total)
-            yield family
+            yield self._histogram(name, _HISTOGRAMS[name][0], buckets, total)
+        sizes, total = _cumulative(STEP_SIZES, stats.step_sizes), stats.prompt_tokens + stats.generated_tokens
+        yield self._histogram("iteration_tokens_total", "Tokens of a step, of prompts and generated.", sizes, total)
         answered = CounterMetricFamily("http_requests", "HTTP responses.", labels=["handler", "method", "status"])
         for key, count in responses.items():
             answered.add_metric(list(key), count)
@@ -161,6 +161,11 @@ class Metrics(Collector):
 
     def _counter(self, name: str, text: str, values: Mapping[str, float], label: str | None = None) -> Metric:
         return self._filled(CounterMetricFamily(f"vllm:{name}", text, labels=self._names(label)), values)
+
+    def _histogram(self, name: str, text: str, buckets: list[tuple[str, float]], total: float) -> Metric:
+        family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), buckets, total)
+        return family
 
     def _names(self, label: str | None) -> list[str]:
         return [*self._labels, *([] if label is None else [label])]
@@ -201,13 +206,13 @@ class _Histogram:
         self._sum += sum(values)
 
     def snapshot(self) -> tuple[list[tuple[str, float]], float]:
-        """Cumulative counts by bound, as text, and the sum."""
-        buckets: list[tuple[str, float]] = []
-        total = 0
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            total += count
-            buckets.append((bound, total))
-        return buckets, self._sum
+        """Cumulative counts by bound, and the sum."""
+        return _cumulative(self._bounds, self._counts), self._sum
+
+
+def _cumulative(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """By bound, as text: how many are up to it. There is one count more than bounds."""
+    return list(zip((*(str(float(bound)) for bound in bounds), "+Inf"), accumulate(counts), strict=True))
 
 
 def _times_of(output: GenerationOutput) -> dict[str, list[float]]:

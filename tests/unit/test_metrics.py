@@ -73,6 +73,9 @@ def test_the_state_of_the_engine() -> None:
     assert samples["vllm:engine_sleep_state", "awake"] == 1
     assert samples["vllm:request_success_total", "stop"] == 0, "a counter is there before it counts"
     assert samples["vllm:e2e_request_latency_seconds_count", ""] == 0
+    steps = {bound: value for (name, bound), value in samples.items() if name == "vllm:iteration_tokens_total_bucket"}
+    sizes = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    assert steps == {str(float(size)): float(size >= 67) for size in sizes} | {"+Inf": 1}, "60 of prompts, 7 generated"
 
 
 # What the dashboards that come with vLLM ask for, as far as this engine has it: type, and labels beside `le`.
@@ -106,7 +109,7 @@ ASKED = {
             *("request_time_per_output_token_seconds", "request_queue_time_seconds", "request_inference_time_seconds"),
             *("request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens"),
             *("request_generation_tokens", "request_max_num_generation_tokens", "request_params_n"),
-            *("request_params_max_tokens", "request_prefill_kv_computed_tokens"),
+            *("request_params_max_tokens", "request_prefill_kv_computed_tokens", "iteration_tokens_total"),
         )
     },
 }
@@ -224,6 +227,10 @@ def test_real_requests() -> None:
     assert samples["vllm:prompt_tokens_total", ""] == 600
     assert samples["vllm:generation_tokens_total", ""] == 8
     assert samples["vllm:prefix_cache_hits_total", ""] == outputs[1].num_cached_tokens > 0
+    steps = [value for (name, _), value in samples.items() if name == "vllm:iteration_tokens_total_bucket"]
+    assert steps == [6] + [7] * 6 + [8] * 7, "three tokens each alone, what no cache held of 300, and 300"
+    assert samples["vllm:iteration_tokens_total_count", ""] == 8
+    assert samples["vllm:iteration_tokens_total_sum", ""] == 608 - outputs[1].num_cached_tokens
     assert samples["vllm:inter_token_latency_seconds_count", ""] == 6
     assert samples["vllm:time_to_first_token_seconds_count", ""] == 2
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):

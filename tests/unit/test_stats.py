@@ -5,7 +5,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from chairlift.stats import RECENT_SECONDS, Stats, StepRecorder, StepTimes
+from chairlift.stats import RECENT_SECONDS, STEP_SIZES, Stats, StepRecorder, StepTimes
 
 OTHERS = {
     "running": 3,
@@ -65,6 +65,15 @@ def test_totals_outlive_the_ring_and_times_do_not() -> None:
     stats = recorder.snapshot(**OTHERS)
     assert (stats.steps, stats.prompt_tokens, stats.generated_tokens) == (5, 50, 10)
     assert stats.step_seconds == StepTimes(last=3.0, mean=2.5, p50=2.0, p95=4.0)
+
+
+def test_steps_are_told_apart_by_their_tokens() -> None:
+    recorder = StepRecorder(size=4)
+    for prompt, generated in ((0, 0), (0, 1), (0, 2), (7, 1), (8, 1), (0, 64), (65, 0), (16384, 0), (16384, 1)):
+        step(recorder, prompt=prompt, generated=generated)
+    sizes = recorder.snapshot(**OTHERS).step_sizes
+    assert len(sizes) == len(STEP_SIZES) + 1
+    assert sizes == (2, 2, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1)
 
 
 def test_each_part_of_a_step_is_timed_apart() -> None:
@@ -146,6 +155,7 @@ def test_a_reader_sees_consistent_totals_while_the_engine_writes() -> None:
     reader.join()
     seen.append(recorder.snapshot(**OTHERS))
     assert all((s.prompt_tokens, s.generated_tokens) == (10 * s.steps, 3 * s.steps) for s in seen)
+    assert all(s.step_sizes[2] == s.steps for s in seen)
     assert [s.steps for s in seen] == sorted(s.steps for s in seen)
     assert seen[-1].steps == 20_000
 
