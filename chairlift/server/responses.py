@@ -409,9 +409,10 @@ class ResponseShape:
 
     def failed(self, error: ApiError) -> bytes:
         """The response, failed."""
+        refused = {"code": "invalid_prompt", "param": error.param} if error.status == 400 else {"code": "server_error"}
         self._response |= {
             "status": "failed",
-            "error": {"code": "server_error", "message": str(error)},
+            "error": refused | {"message": str(error)},
             "output": self._items.output,
         }
         return self._items.event("response.failed", response=self._response)

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -49,6 +50,32 @@ class Job:
     max_tokens: int | None = None  # of an answer; None: nobody said
     prompt_field: str = "prompt"
     constraint: str | None = None  # the field that the grammar comes from
+
+    def blame(self, message: str) -> ApiError:
+        """What the engine refuses, before or in the middle of an answer, by the client's own name for it."""
+        if self.constraint is not None and message.removeprefix("the ").startswith("grammar "):
+            return ApiError(400, message, param=self.constraint)
+        return bad_request(message, self.prompt_field)
+
+    @contextmanager
+    def blaming(self) -> Iterator[None]:
+        """Raise so what is refused within."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            raise self.blame(str(error)) from error
+
+
+class _Stream:
+    """The shape of a job while it streams."""
+
+    def __init__(self, job: Job) -> None:
+        self.opening, self.chunk, self.closing = job.shape.opening, job.shape.chunk, job.shape.closing
+        self._job = job
+
+    def failed(self, error: ApiError) -> bytes:
+        """By the client's own name for what is to blame, if it is the request."""
+        return self._job.shape.failed(self._job.blame(str(error)) if error.status == 400 else error)
 
 
 class Service:
@@ -128,25 +155,23 @@ class Service:
         call: Call[Any] = self._open(request)
         try:
 
-            def submit() -> tuple[Shape, bytes]:
+            def submit() -> tuple[Job, bytes]:
                 job = prepare(self, body)
-                opening = job.shape.opening() if streaming else b""  # first: chunks are made from here on
+                shape = job.shape
+                opening = shape.opening() if streaming else b""  # first: chunks are made from here on
                 sampling = {"tenant": request.scope.get("tenant")} | job.sampling
-                try:
-                    call.submit(job.inputs, sampling, job.shape.id, job.shape.chunk if streaming else _keep, streaming)
-                except InvalidRequestError as error:
-                    if job.constraint is not None and str(error).startswith("grammar "):
-                        raise ApiError(400, str(error), param=job.constraint) from error
-                    raise bad_request(str(error), job.prompt_field) from error
+                with job.blaming():
+                    call.submit(job.inputs, sampling, shape.id, shape.chunk if streaming else _keep, streaming)
                 self.metrics.admit(len(job.inputs), job.num_answers, job.max_tokens)
-                return job.shape, opening
+                return job, opening
 
-            shape, opening = await self.offload(submit, compiles=body.may_compile)
+            job, opening = await self.offload(submit, compiles=body.may_compile)
             if not streaming:
-                outputs = dict([item async for items in call for item in items])
-                whole = await self.offload(lambda: shape.whole([outputs[choice] for choice in sorted(outputs)]))
+                with job.blaming():
+                    outputs = dict([item async for items in call for item in items])
+                whole = await self.offload(lambda: job.shape.whole([outputs[choice] for choice in sorted(outputs)]))
                 return json_response(whole)
-            stream = EventStream(call, shape, opening)
+            stream = EventStream(call, _Stream(job), opening)
         except BaseException:
             call.close()
             raise

@@ -404,6 +404,56 @@ async def test_a_request_that_fails_alone(engine: tuple[Any, Any], client: opena
     assert (await client.completions.create(model="toy", prompt="x", max_tokens=1)).choices
 
 
+def tangled() -> tuple[str, dict[str, Any]]:
+    """A Lark grammar and a JSON schema that compile and allow their first tokens, but soon may mean so many things
+    that llguidance gives up."""
+    names = [f"r{i}" for i in range(50)]
+    lark = "start: r0\n" + "".join(f'{name}: "x" ({" | ".join(names)})?\n' for name in names)
+    inner = {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]}
+    objects = {name: {"type": "object", "properties": {"a": inner}, "required": ["a"]} for name in names}
+    return lark, {"type": "object", "properties": {"b": inner}, "required": ["b"], "$defs": objects}
+
+
+LARK, SCHEMA = tangled()
+FUNCTION = {"name": "f", "parameters": SCHEMA}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+LATE: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "grammar": LARK}, "grammar"),
+    (COMPLETIONS, {"prompt": "x", "max_tokens": 500, "response_format": FORMAT}, "response_format"),
+    (CHAT, {"messages": HELLO, "response_format": FORMAT}, "response_format"),
+    (
+        CHAT,
+        {"messages": HELLO, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required"},
+        "tools",
+    ),
+    (RESPONSES, {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}}, "text"),
+    (RESPONSES, {"input": "x", "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"}, "tools"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), LATE)
+async def test_a_grammar_that_fails_in_the_middle_of_an_answer(
+    engine: tuple[Any, Any], path: str, body: dict[str, Any], param: str
+) -> None:
+    """It is the client's, by the client's own name for it, whatever has been sent already."""
+    app = create_app(*engine, model_name="toy", chat_template=toy.TEMPLATE + "{# tools #}")
+    async with http_of(app) as http:
+        answer = await http.post(path, json=body)
+        streamed = await http.post(path, json=body | {"stream": True})
+    assert answer.status_code == 400, answer.text
+    error = error_of(answer)
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert error["message"].startswith("the grammar cannot be followed further")
+    assert streamed.status_code == 200
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    if path == RESPONSES:
+        refused = {"code": "invalid_prompt", "param": param, "message": error["message"]}
+        assert (events[-1]["type"], events[-1]["response"]["error"]) == ("response.failed", refused)
+    else:
+        assert events[-1] == {"error": error}
+    assert len(events) > 1
+
+
 async def test_the_schema_is_complete(http: httpx.AsyncClient) -> None:
     schema = (await http.get("/openapi.json")).json()
     assert {CHAT, COMPLETIONS, RESPONSES, "/tokenize", "/detokenize", "/health", "/v1/models"} <= schema["paths"].keys()
