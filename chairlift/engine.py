@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
-from chairlift.request import GenerationOutput
+from chairlift.request import Outgoing
 from chairlift.schedule.plan import ScheduledBatch
 from chairlift.schedule.scheduler import Sampled, Scheduler
 from chairlift.stats import EngineView, RowView, StepRecorder, WaitingView, cells
@@ -55,7 +55,7 @@ class Engine:
         """Whether `step()` has anything to do."""
         return self.scheduler.has_work or bool(self._in_flight)
 
-    def step(self) -> list[GenerationOutput]:
+    def step(self) -> list[Outgoing]:
         """Plan and launch one step, commit the oldest one in flight; returns the outputs that are due."""
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
@@ -72,13 +72,13 @@ class Engine:
             return []
         return self._commit_oldest(planned - begin, planned)
 
-    def drain(self) -> Iterator[list[GenerationOutput]]:
+    def drain(self) -> Iterator[list[Outgoing]]:
         """Commit every step in flight without planning another; one list per step, so that a request that its output
         ends is not continued by the next."""
         while self._in_flight:
             yield self._commit_oldest(0.0, time.perf_counter())
 
-    def _commit_oldest(self, schedule_seconds: float, launched: float) -> list[GenerationOutput]:
+    def _commit_oldest(self, schedule_seconds: float, launched: float) -> list[Outgoing]:
         done = self._in_flight.popleft()
         self._last = done.batch
         sampled = done.wait()

@@ -23,7 +23,7 @@ from chairlift.config import ResolvedConfig
 from chairlift.engine import Engine
 from chairlift.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from chairlift.params import REQUEST_ARGUMENTS, SamplingDefaults, SamplingParams, Terms, child_seed, fold_seed
-from chairlift.request import GenerationOutput, Request
+from chairlift.request import GenerationOutput, Outgoing, Request, written
 from chairlift.router import Callback, Router
 from chairlift.stats import EngineView, Stats
 from chairlift.text.stopping import StopStringFilter
@@ -627,17 +627,18 @@ class ContinuousBatchingManager:
         for outputs in self._engine.drain():
             self._deliver(outputs)
 
-    def _deliver(self, outputs: Iterable[GenerationOutput]) -> None:
+    def _deliver(self, outputs: Iterable[Outgoing]) -> None:
         if self._filters:
             outputs = [shown for output in outputs if (shown := self._filter(output)) is not None]
         if outputs:
             self._router.deliver(outputs)
 
-    def _filter(self, output: GenerationOutput) -> GenerationOutput | None:
+    def _filter(self, outgoing: Outgoing) -> Outgoing | None:
         """Pass an output by its request's stop strings, if it has any."""
-        request_id = output.request_id
+        request_id = outgoing.request_id
         if (stopping := self._filters.get(request_id)) is None:
-            return output
+            return outgoing
+        output = written(outgoing)
         try:
             shown, ended = stopping.apply(output)
         except Exception as fault:  # the request's own tokenizer raised

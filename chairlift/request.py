@@ -7,6 +7,7 @@ them; only the engine's thread touches one. Nothing here knows text, tensors or 
 import enum
 import time
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from chairlift.cache.table import SequenceKV
 from chairlift.params import SamplingParams
@@ -174,6 +175,25 @@ class Sequence:
             return RequestStatus.PENDING
         return RequestStatus.DECODING if len(self.tokens) > self.num_prompt else RequestStatus.PREFILLING
 
+    def progress(self) -> "Progress":
+        """What there is, not yet written out; `new_tokens` counts from the previous call."""
+        if self.prompt_ids is None:
+            self.prompt_ids = list(self.request.prompt_ids)
+        start, self.num_emitted = self.num_emitted, len(self.tokens)
+        return Progress(
+            self.request,
+            self.prompt_ids,
+            self.tokens,
+            start,
+            self.num_emitted,
+            self.logprobs,
+            self.top_logprobs,
+            self.prompt_logprobs,
+            self.timestamps,
+            self.cached_tokens,
+            self.first_scheduled,
+        )
+
     def output(
         self,
         *,
@@ -183,29 +203,68 @@ class Sequence:
         exception: BaseException | None = None,
         now: float = -1.0,
     ) -> GenerationOutput:
-        """Freeze what there is; `new_tokens` counts from the previous call."""
-        if self.prompt_ids is None:
-            self.prompt_ids = list(self.request.prompt_ids)
-        new_tokens = self.tokens[self.num_emitted :]
-        self.num_emitted = len(self.tokens)
-        top_asked = bool(self.request.params.logprobs)
-        prompt_top_asked = bool(self.request.params.prompt_logprobs)
-        return GenerationOutput(
-            request_id=self.request.request_id,
-            prompt_ids=self.prompt_ids,
-            generated_tokens=self.tokens[self.num_prompt :],
-            new_tokens=new_tokens,
-            logprobs=list(self.logprobs),
-            top_logprobs=list(self.top_logprobs) if top_asked else [],
-            prompt_logprobs=[p and p[0] for p in self.prompt_logprobs],
-            prompt_top_logprobs=[p and p[1] for p in self.prompt_logprobs] if prompt_top_asked else [],
+        """What there is, written out; `new_tokens` counts from the previous call."""
+        return replace(
+            self.progress().output(),
             status=self.status if status is None else status,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             error=None if exception is None else f"{type(exception).__name__}: {exception}",
             exception=exception,
+            lifespan=(self.first_scheduled, now),
+        )
+
+
+class Progress(NamedTuple):
+    """An output of a request that goes on, to be written out by whoever hands it on: a sequence's lists, which from its
+    first token on only grow, and how much of them there was. The engine makes one for each streamed token, and while it
+    does the device waits."""
+
+    request: Request
+    prompt_ids: list[int]
+    tokens: list[int]
+    start: int  # of tokens, where the new ones begin
+    end: int  # of tokens
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    prompt_logprobs: list[tuple[float, dict[int, float]] | None]
+    timestamps: list[float] | None
+    cached_tokens: int
+    first_scheduled: float
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def is_finished(self) -> bool:
+        """Never."""
+        return False
+
+    def output(self) -> GenerationOutput:
+        """Written out. Any thread."""
+        params = self.request.params
+        num_prompt, count = len(self.prompt_ids), self.end - len(self.prompt_ids)
+        scored = self.prompt_logprobs[:num_prompt]
+        return GenerationOutput(
+            request_id=self.request.request_id,
+            prompt_ids=self.prompt_ids,
+            generated_tokens=self.tokens[num_prompt : self.end],
+            new_tokens=self.tokens[self.start : self.end],
+            logprobs=self.logprobs[:count],
+            top_logprobs=self.top_logprobs[:count] if params.logprobs else [],
+            prompt_logprobs=[p and p[0] for p in scored],
+            prompt_top_logprobs=[p and p[1] for p in scored] if params.prompt_logprobs else [],
+            status=RequestStatus.DECODING,
             num_cached_tokens=max(self.cached_tokens, 0),
             created_time=self.request.created_time,
-            lifespan=(self.first_scheduled, now),
-            timestamps=None if self.timestamps is None else list(self.timestamps),
+            lifespan=(self.first_scheduled, -1.0),
+            timestamps=None if self.timestamps is None else self.timestamps[:count],
         )
+
+
+Outgoing = GenerationOutput | Progress
+
+
+def written(output: Outgoing) -> GenerationOutput:
+    """The output itself."""
+    return output.output() if isinstance(output, Progress) else output

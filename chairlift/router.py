@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from chairlift.errors import EngineDeadError
-from chairlift.request import GenerationOutput
+from chairlift.request import GenerationOutput, Outgoing, written
 
 logger = logging.getLogger(__name__)
 
 Callback = Callable[[GenerationOutput], object]
-_Call = tuple[Callback, GenerationOutput]
+_Call = tuple[Callback, Outgoing]
 _Calls = dict[asyncio.AbstractEventLoop | None, list[_Call]]  # by loop; None: the callback thread
 
 
@@ -39,7 +39,7 @@ class Router:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._serial = 0
-        self._outputs: OrderedDict[int, GenerationOutput] = OrderedDict()  # not yet taken, oldest first
+        self._outputs: OrderedDict[int, Outgoing] = OrderedDict()  # not yet taken, oldest first
         self._by_request: dict[str, deque[int]] = {}
         self._expected: set[str] = set()  # requests whose terminal output has not been delivered
         self._handlers: dict[str, tuple[Callback, asyncio.AbstractEventLoop | None]] = {}
@@ -71,7 +71,7 @@ class Router:
         with self._lock:
             return request_id in self._expected or request_id in self._by_request
 
-    def deliver(self, outputs: Iterable[GenerationOutput]) -> None:
+    def deliver(self, outputs: Iterable[Outgoing]) -> None:
         """Hand out a step's outputs; wakes each waiting thread, the callback thread and each event loop once."""
         calls: _Calls = {}
         with self._lock:
@@ -80,7 +80,7 @@ class Router:
             self._calls.put(calls.pop(None, ()))
         _call_on_loops(calls)
 
-    def _route(self, output: GenerationOutput, calls: _Calls) -> None:
+    def _route(self, output: Outgoing, calls: _Calls) -> None:
         request_id, finished = output.request_id, output.is_finished()
         if finished:
             self._expected.discard(request_id)
@@ -150,7 +150,7 @@ class Router:
                 if left is not None and left <= 0:
                     return None
                 self._wait(request_id, left)
-            return output
+        return written(output)
 
     def _wait(self, request_id: str | None, timeout: float | None) -> None:
         waiters = self._waiters.setdefault(request_id, _Waiters(threading.Condition(self._lock)))
@@ -162,7 +162,7 @@ class Router:
             if not waiters.count:
                 del self._waiters[request_id]
 
-    def _pop(self, request_id: str | None) -> GenerationOutput | None:
+    def _pop(self, request_id: str | None) -> Outgoing | None:
         if request_id is None:
             if not self._outputs:
                 return None
@@ -231,9 +231,9 @@ class Router:
         self._calls.stop()
 
 
-def _call(callback: Callback, output: GenerationOutput) -> None:
+def _call(callback: Callback, output: Outgoing) -> None:
     try:
-        callback(output)
+        callback(written(output))
     except KeyboardInterrupt:
         raise
     except BaseException:  # a SystemExit too: it would end the thread that all other callbacks need

@@ -206,6 +206,7 @@ class Program:
                     uses.setdefault(buffer.address, []).append((number, index))
                     op.p[index] = moved[buffer.address].data_ptr() + address - buffer.address
         self._logits = self._typed(moved[_begin(logits)], logits, max_logits)
+        self._views: dict[int, Tensor] = {}  # of it, by their rows: after a step PyTorch's code is in no cache
         best = torch.empty(max_logits, dtype=torch.int64), torch.empty(max_logits)
         ops.append(native.argmax(self._logits, *best, rows=Rows.LOGITS))
         self._best = best[0].numpy(), best[1].numpy()
@@ -239,8 +240,11 @@ class Program:
             turn.prepare(self._logits, position_ids, max_length)
         step.token_ids, step.keep = token_ids.data_ptr(), keep.data_ptr()
         self._kernels.run(self._ops, self.num_ops, step)
+        count = len(keep)
+        if (logits := self._views.get(count)) is None:
+            logits = self._views[count] = self._logits[:count]
         tokens, largest = self._best
-        return self._logits[: len(keep)], (tokens[: len(keep)], largest[: len(keep)])
+        return logits, (tokens[:count], largest[:count])
 
 
 class Turned(NamedTuple):

@@ -242,15 +242,14 @@ class ModelRunner:
                 return LaunchedStep(batch, None, {})
             inputs = self._slots.build(batch.rows)
             logits, best = self._forward(inputs)
-            is_decoding = len(inputs.carried) == len(batch.rows)
+            is_decoding = len(inputs.carried_tokens) == len(batch.rows)
             prompt = {} if is_decoding else self._score_prompts(batch.rows, logits)
             return LaunchedStep(batch, self._sample(inputs, logits, best), prompt)
 
     def _forward(self, inputs: StepInputs) -> tuple[Tensor, Best | None]:
         """Logits [len(inputs.keep), vocab], and the best of each row where a program has looked for it: see
         `Program.run`."""
-        if len(inputs.carried):
-            inputs.token_ids[inputs.last_tokens[inputs.carried]] = self._last_token[inputs.slots[inputs.carried]]
+        inputs.token_ids[inputs.carried_tokens] = self._last_token[inputs.carried_slots]
         self._set_rope_regimes(inputs)
         token_ids, positions, keep = map(torch.from_numpy, (inputs.token_ids, inputs.positions, inputs.keep))
         plan = self._attention(inputs)
@@ -316,10 +315,10 @@ class ModelRunner:
     def _sample(self, inputs: StepInputs, logits: Tensor, best: Best | None) -> SampledTokens | None:
         if not inputs.sampled_slots:
             return None
-        if len(inputs.sampled_slots) < logits.shape[0]:
+        if len(inputs.sampled_slots) < len(inputs.keep):
             logits, best = logits[torch.from_numpy(inputs.sampled_logits)], None
         sampled = self._sampler.sample(logits, inputs.sampled_slots, inputs.sampled_ends, best)
-        self._last_token[inputs.sampled_slots] = sampled.tokens.numpy()
+        self._last_token[inputs.sampled_slots] = sampled.tokens
         return sampled
 
     def _score_prompts(self, rows: tuple[ScheduledRow, ...], logits: Tensor) -> dict[int, list[TokenLogprobs]]:

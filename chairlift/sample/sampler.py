@@ -8,7 +8,7 @@ by the number of rows, so a row's result has the same bits in any batch. PyTorch
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -58,21 +58,50 @@ class TokenLogprobs:
         ]
 
 
+class SampledTokens(Protocol):
+    """What `Sampler.sample` enqueued."""
+
+    @property
+    def tokens(self) -> "NDArray[np.int64] | list[int]":
+        """[num_rows], as the next step is to find them. A row whose logits hold a NaN, or nothing but -inf, is known as
+        a fault only by `to_host`."""
+        ...
+
+    def to_host(self) -> HostTokens:
+        """Wait for the device."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class SampledTokens:
-    """What `Sampler.sample` enqueued.
+class BestTokens:
+    """The best of each row, on the host from the start. Plain lists: after a forward pass the code of PyTorch and NumPy
+    is in no cache, and each call of theirs takes several times as long as this."""
 
-    tokens: [num_rows] int64 on the device. A row whose logits hold a NaN, or nothing but -inf, is known as a fault
-    only on the host.
-    """
+    tokens: list[int]
+    largest: list[float]  # [num_rows], their logits
 
-    tokens: Tensor
+    def to_host(self) -> HostTokens:
+        faults: dict[int, Exception] = {
+            row: ChairliftError(_NO_TOKEN) for row, logit in enumerate(self.largest) if not logit > -math.inf
+        }
+        return HostTokens(tokens=self.tokens, logprobs=None, top_logprobs={}, faults=faults)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DrawnTokens:
+    """What was chosen by each row's own parameters."""
+
+    chosen: Tensor  # [num_rows] int64 on the device
     faults: dict[int, Exception]
     _copy: HostCopy
     _scored: list[tuple[NDArray[np.intp], TokenLogprobs]]
 
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        array: NDArray[np.int64] = self.chosen.numpy()
+        return array
+
     def to_host(self) -> HostTokens:
-        """Wait for the device."""
         tokens, valid = self._copy.wait()
         faults = dict(self.faults)
         for row, is_token in enumerate(valid.tolist()):
@@ -153,8 +182,7 @@ class Sampler:
         row, [num_rows] int64, and that logit, NaN where a row holds one, [num_rows] float32, if they are known already.
         """
         if best is not None and self._special.isdisjoint(slots):
-            tokens, valid = torch.from_numpy(best[0].copy()), torch.from_numpy(best[1] > -np.inf)
-            return SampledTokens(tokens, {}, HostCopy([tokens, valid]), [])
+            return BestTokens(best[0].tolist(), best[1].tolist())
         return self._sample(logits, slots, positions)
 
     @torch.no_grad()
@@ -178,7 +206,7 @@ class Sampler:
             tokens, valid = torch.cat([part.tokens for part in parts]), torch.cat([part.valid for part in parts])
             faults = {i * step + row: error for i, part in enumerate(parts) for row, error in part.faults.items()}
             scored = [(i * step + index, each) for i, part in enumerate(parts) for index, each in part.scored]
-        return SampledTokens(tokens, faults, HostCopy([tokens, valid]), scored)
+        return DrawnTokens(tokens, faults, HostCopy([tokens, valid]), scored)
 
     @torch.no_grad()
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, num_top: int) -> list[TokenLogprobs]:

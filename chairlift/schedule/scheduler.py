@@ -14,7 +14,7 @@ from typing import Protocol
 
 from chairlift.cache.cache import KVCache
 from chairlift.cache.table import BlockCopy
-from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence
+from chairlift.request import GenerationOutput, Outgoing, Request, RequestStatus, Sequence
 from chairlift.schedule.plan import PROMPT_LOGPROB_TOKENS, ScheduledBatch, ScheduledRow, Seat, TableUpdate
 from chairlift.schedule.policy import Policy
 
@@ -338,9 +338,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------ results
 
-    def commit(self, batch: ScheduledBatch, sampled: Sampled) -> list[GenerationOutput]:
+    def commit(self, batch: ScheduledBatch, sampled: Sampled) -> list[Outgoing]:
         """Append what a step sampled, end what is complete, and return the outputs that are due."""
-        outputs: list[GenerationOutput] = []
+        outputs: list[Outgoing] = []
         now = time.perf_counter()
         index = -1
         for position, row in enumerate(batch.rows):
@@ -365,7 +365,7 @@ class Scheduler:
                     outputs.append(self._finish(seq, RequestStatus.FINISHED, "length"))
                 else:
                     if seq.emits_steps:
-                        outputs.append(seq.output())
+                        outputs.append(seq.progress())
                     if len(seq.tokens) > seq.restart_length:
                         self._restart(seq)
             elif row.start + row.num_tokens >= seq.max_length:

@@ -47,5 +47,5 @@ def test_a_seat_ends_what_goes_on() -> None:
         slots.build(decoding(start))
     slots.apply(seats(6), [])  # the same sequence with its tokens so far: the next one is known
     inputs = slots.build(decoding(5))
-    assert not len(inputs.carried)
+    assert not len(inputs.carried_tokens)
     assert inputs.token_ids.tolist() == [5]

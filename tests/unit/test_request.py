@@ -1,13 +1,13 @@
 """The arithmetic of a sequence, and the values that are handed out."""
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
 from chairlift.cache.cache import KVCache
 from chairlift.cache.layout import LayerSpec, plan_layout
 from chairlift.params import SamplingParams
-from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence
+from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence, written
 
 
 def sequence(prompt: tuple[int, ...] = (5, 6, 7), **fields: object) -> Sequence:
@@ -96,6 +96,42 @@ def test_an_output_does_not_change_with_its_sequence() -> None:
         [{1: -0.5}],
         [1.0],
     )
+
+
+def test_progress_is_written_out_as_it_was_however_late() -> None:
+    seq = sequence(params=SamplingParams(logprobs=1), record_timestamps=True, streaming=True)
+    seq.first_scheduled, seq.cached_tokens = 0.5, 2
+    made = []
+    for token in (1, 2, 3):
+        seq.tokens.append(token)
+        seq.logprobs.append(-float(token))
+        seq.top_logprobs.append({token: -float(token)})
+        assert seq.timestamps is not None
+        seq.timestamps.append(float(token))
+        made.append((seq.progress(), replace(sequence(params=seq.request.params).output(), **shown(seq))))
+    last = seq.output(status=RequestStatus.FINISHED, finish_reason="length", now=4.0)
+    assert last.new_tokens == [] and last.generated_tokens == [1, 2, 3] and last.lifespan == (0.5, 4.0)
+    for number, (progress, expected) in enumerate(made):
+        output = written(progress)
+        assert output.new_tokens == [number + 1] and not output.is_finished() and not progress.is_finished()
+        assert output.request_id == progress.request_id == expected.request_id
+        assert replace(output, created_time=0.0) == replace(expected, created_time=0.0)
+    assert written(last) is last
+
+
+def shown(seq: Sequence) -> dict[str, object]:
+    """What an output shows of a sequence, copied."""
+    assert seq.timestamps is not None
+    return {
+        "generated_tokens": seq.tokens[seq.num_prompt :],
+        "new_tokens": seq.tokens[-1:],
+        "logprobs": seq.logprobs[:],
+        "top_logprobs": seq.top_logprobs[:],
+        "timestamps": seq.timestamps[:],
+        "status": RequestStatus.DECODING,
+        "num_cached_tokens": seq.cached_tokens,
+        "lifespan": (seq.first_scheduled, -1.0),
+    }
 
 
 def test_logprobs_of_alternatives_are_only_for_those_who_ask() -> None:

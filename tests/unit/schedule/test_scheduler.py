@@ -17,7 +17,7 @@ from chairlift.cache.cache import KVCache
 from chairlift.cache.layout import LayerSpec, plan_layout
 from chairlift.engine import Engine
 from chairlift.params import SamplingParams
-from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence
+from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence, written
 from chairlift.schedule.plan import ScheduledBatch
 from chairlift.schedule.policy import Fifo, Policy, PrefillFirst
 from chairlift.schedule.scheduler import PROMPT_LOGPROB_TOKENS, Scheduler
@@ -67,7 +67,7 @@ class World:
         """Tokens per request in the step that was planned, and the outputs."""
         names = {seq.serial: seq.request.request_id for seq in self.scheduler._live.values()}
         self.device.last_plan = None
-        outputs = self.engine.step()
+        outputs = [written(output) for output in self.engine.step()]
         plan = self.device.last_plan
         rows = () if plan is None else plan.rows
         return {names[row.sequence_id]: row.num_tokens for row in rows}, outputs
