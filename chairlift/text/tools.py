@@ -339,7 +339,8 @@ _STRING = r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[\da-fA-F]{4}))*"'
 _HEADER = re.compile(rf'\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)')
 _NAME = re.compile(r"([\w.-]+)(?:\[CALL_ID\](\w+))?(?:\[ARGS\])?\s*(?=\{)")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>")
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(?:\n|(?=[^\n]))")
+_VALUE_END = _PARAMETER_END.removeprefix("\n")  # of a value; the line's end before it is no part of it, if there is one
 _FUNCTION_END = re.compile(r"\s*(?:</function>|(?=</tool_call>))")
 _NAME_SO_FAR = re.compile(r"[\w.-]+(\[[\w\]]*)*\s*")
 
@@ -376,13 +377,14 @@ class ToolParser:
     """Feed it the content as it comes, of an answer that may hold calls.
 
     A call with its keys in the usual order streams its arguments; any other object that has a name is read when it is
-    whole, and so is each argument with tags of its own: as text if `tools` say so, else as JSON, or text if it is none.
-    What turns out to be no call is content. White space before a tag is not shown.
+    whole. An argument with tags of its own streams if `tools` say that it is text; any other is read when it is whole,
+    as JSON, or text if it is none. What turns out to be no call is content. White space before a tag is not shown.
     """
 
     def __init__(self, syntax: ToolSyntax, tools: Sequence[Tool] = ()) -> None:
         self._syntax = syntax
         self._tag = StopFinder((syntax.tag,))
+        self._value_end = StopFinder((_PARAMETER_END, _VALUE_END))
         self._step: Callable[[], list[Piece] | None] = self._begin if syntax.bare else self._speak
         self._text = ""  # not yet decided about
         self._offset = 0  # where it begins
@@ -483,23 +485,33 @@ class ToolParser:
 
     def _fill(self) -> list[Piece] | None:
         """The next argument between tags, or the end of the call."""
-        opening = "{" if self._num_arguments == 0 else ""
         if match := _FUNCTION_END.match(self._text):
             self._step = self._seek
-            return self._take("tool", match.end(), shown=opening + "}")
-        end = self._text.find("</parameter>", self._num_scanned)
-        if end < 0 or not (match := _PARAMETER.match(self._text)):
-            self._num_scanned = max(len(self._text) - len("</parameter>"), 0)
+            return self._take("tool", match.end(), shown="}" if self._num_arguments else "{}")
+        if (match := _PARAMETER.match(self._text)) is None:
             return None
-        key, value = match[1], self._text[match.end() : end].removesuffix("\n")
+        head = f"{', ' if self._num_arguments else '{'}{_quoted(match[1])}: "
+        if (self._name, match[1]) in self._texts:
+            self._num_arguments, self._step = self._num_arguments + 1, self._spell
+            return self._take("tool", match.end(), shown=head + '"')
+        end = self._text.find(_VALUE_END, self._num_scanned)
+        if end < 0:
+            self._num_scanned = max(len(self._text) - len(_VALUE_END), 0)
+            return None
         self._num_arguments, self._num_scanned = self._num_arguments + 1, 0
-        shown = f"{opening or ', '}{json.dumps(key, ensure_ascii=False)}: {self._json(key, value)}"
-        return self._take("tool", end + len("</parameter>"), shown=shown)
+        value = self._text[match.end() : end].removesuffix("\n")
+        value = value.strip() if _is_json(value) else _quoted(value)
+        return self._take("tool", end + len(_VALUE_END), shown=head + value)
 
-    def _json(self, key: str, value: str) -> str:
-        if (self._name, key) not in self._texts and _is_json(value):
-            return value.strip()
-        return json.dumps(value, ensure_ascii=False)
+    def _spell(self) -> list[Piece] | None:
+        """The text of an argument between tags."""
+        end = self._text.find(_VALUE_END)
+        if end < 0:
+            size = self._value_end.safe_length(self._text)
+            return self._take("tool", size, shown=_quoted(self._text[:size])[1:-1]) or None
+        value = self._text[:end].removesuffix("\n")
+        self._step = self._fill
+        return self._take("tool", end + len(_VALUE_END), shown=_quoted(value)[1:])
 
     def _argue(self) -> list[Piece] | None:
         size = self._arguments.find(self._text)
@@ -545,6 +557,10 @@ def _call(text: str) -> tuple[str, str] | None:
 def _properties(tool: Tool) -> Mapping[str, Any]:
     properties = tool.parameters.get("properties")
     return properties if isinstance(properties, Mapping) else {}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _is_json(text: str) -> bool:

@@ -7,7 +7,8 @@ import httpx
 import openai
 import pytest
 
-from tests.server.toy import CONTEXT
+from chairlift.server import create_app
+from tests.server.toy import CONTEXT, TEMPLATE
 
 HELLO: list[Any] = [{"role": "user", "content": "Hello"}]
 
@@ -177,6 +178,29 @@ async def test_tools_get_valid_arguments(client: openai.AsyncOpenAI, tool_choice
 
     conversation = [*HELLO, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
     await client.chat.completions.create(model="toy", messages=conversation, tools=TOOLS, max_tokens=4)
+
+
+async def test_text_between_tags_streams(engine: tuple[Any, Any]) -> None:
+    """As Qwen3-Coder writes an argument; a model that knows nothing never ends it."""
+    template = TEMPLATE + "{# tools: <function= <parameter= #}"
+    parameters = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+    body = {
+        "messages": HELLO,
+        "tools": [{"type": "function", "function": {"name": "write", "parameters": parameters}}],
+        "tool_choice": "required",
+        "seed": 4,
+        "max_tokens": 120,
+    }
+    transport = httpx.ASGITransport(create_app(*engine, model_name="toy", chat_template=template))
+    async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:
+        whole = (await http.post("/v1/chat/completions", json=body)).json()["choices"][0]
+        stream = (await http.post("/v1/chat/completions", json=body | {"stream": True})).text
+    (call,) = whole["message"]["tool_calls"]
+    deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in stream.splitlines() if line.startswith("data: {")]
+    parts = [part["function"]["arguments"] for delta in deltas for part in delta.get("tool_calls", ())]
+    assert "".join(parts) == call["function"]["arguments"]
+    assert "".join(parts).startswith('{"text": "') and len(parts) > 20
+    assert isinstance(json.loads("".join(parts) + '"}')["text"], str)
 
 
 async def test_tools_not_to_be_called(client: openai.AsyncOpenAI) -> None:

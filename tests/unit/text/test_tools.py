@@ -19,6 +19,7 @@ from chairlift.text.tools import (
     MISTRAL,
     MISTRAL_NAMES,
     QWEN_CODER,
+    Tool,
     ToolParser,
     ToolRequest,
     ToolSyntax,
@@ -41,8 +42,8 @@ VALUES = st.recursive(
 CALLS = st.lists(st.tuples(NAMES, st.dictionaries(st.text(max_size=5), VALUES, max_size=3)), min_size=1, max_size=3)
 
 
-def read(syntax: ToolSyntax, chunks: Sequence[str]) -> list[Piece]:
-    parser, pieces, at = ToolParser(syntax), [], 0
+def read(syntax: ToolSyntax, chunks: Sequence[str], tools: Sequence[Tool] = ()) -> list[Piece]:
+    parser, pieces, at = ToolParser(syntax, tools), [], 0
     for chunk in chunks:
         pieces += parser.feed(Piece("content", chunk, at, at + len(chunk)))
         at += len(chunk)
@@ -428,18 +429,56 @@ def test_arguments_with_tags_keep_to_their_types(kind: str) -> None:
         assert not allows(tokenizer, lark, bad), bad
 
 
+EDITOR = [Tool(name="edit", description="", parameters=EDIT["parameters"])]  # type: ignore[arg-type]
+
+
 @given(text=st.text(max_size=12).filter(lambda text: "</parameter>" not in text), line=st.integers(), data=st.data())
 def test_text_between_tags_is_text_whatever_it_looks_like(text: str, line: int, data: st.DataObject) -> None:
-    asked = tool_request([{"type": "function", "function": EDIT}], "auto", parallel=True)
-    assert asked is not None
     for value in (text, "123", "null", '{"a": 1}', "\n a \n"):
         spelled = tagged("edit", text=value, line=line, more=None)
-        parser, at, pieces = ToolParser(QWEN_CODER, asked.tools), 0, []
-        for chunk in chunked(spelled, data):
-            pieces += parser.feed(Piece("content", chunk, at, at + len(chunk)))
-            at += len(chunk)
-        [(name, arguments)] = calls_of(pieces + parser.finish())
+        [(name, arguments)] = calls_of(read(QWEN_CODER, chunked(spelled, data), EDITOR))
         assert (name, json.loads(arguments)) == ("edit", {"text": value, "line": line, "more": None})
+
+
+CODER_SNIPPETS = [
+    *("<tool_call>", "</tool_call>", "<function=edit>", "<function=f>", "</function>", "<parameter=text>", "\n", "\n"),
+    *("<parameter=more>", "<parameter=", "</parameter>", "</parameter>", "\n</para", "meter>", "</parameter", "<", ">"),
+    *("1", "null", '"', "\\", "ü🙂", "\t\x00", "\ud800", " ", "a"),
+]
+CODER_PARTS = st.lists(st.sampled_from(CODER_SNIPPETS), max_size=12).map("".join)
+BEGUN = "<tool_call>\n<function=edit>\n<parameter=text>"
+
+
+@given(begin=st.sampled_from(["", BEGUN, BEGUN + "\n"]), rest=CODER_PARTS, data=st.data())
+@settings(max_examples=300)
+def test_arguments_with_tags_are_read_the_same_in_any_pieces(begin: str, rest: str, data: st.DataObject) -> None:
+    text = begin + rest
+    whole, pieces = read(QWEN_CODER, [text], EDITOR), read(QWEN_CODER, chunked(text, data), EDITOR)
+    assert calls_of(pieces) == calls_of(whole)
+    assert content_of(pieces) == content_of(whole)
+    value, end, _ = rest.removeprefix("\n" * (begin == BEGUN)).partition("</parameter>")
+    if begin and end:
+        told = json.dumps(value.removesuffix("\n"), ensure_ascii=False)
+        assert calls_of(whole)[0][1].startswith(f'{{"text": {told}')
+
+
+def test_text_between_tags_is_shown_as_it_comes() -> None:
+    """But for what may be its end, or the line's end before that."""
+    value = 'a "b"\n\n</p>\\'
+    text = tagged("edit", text=value, line=3)
+    begun, end = text.index(value), text.index("\n</parameter>")
+    parser, shown, at = ToolParser(QWEN_CODER, EDITOR), "", {}
+    for i, letter in enumerate(text):
+        shown += "".join(piece.text for piece in parser.feed(Piece("content", letter, i, i + 1)))
+        at[i + 1] = shown
+    assert at[begun] == '{"text": "'
+    for size in range(1, len(value) + 1):
+        held = {"\n": 1, "\n\n": 1, "\n<": 2, "\n</": 3, "\n</p": 4}
+        safe = size - max([held[tail] for tail in held if value[:size].endswith(tail)], default=0)
+        assert at[begun + size] == at[begun] + json.dumps(value[:safe])[1:-1]
+    assert at[end + 12] == at[end], "the tag is not shown"
+    assert at[end + 13] == at[end] + '"'
+    assert shown == json.dumps({"text": value, "line": 3})
 
 
 GRAMMARS = [
