@@ -14,8 +14,27 @@ from chairlift.server.service import Service
 
 
 def api_router(service: Service) -> APIRouter:
-    """All of the OpenAI routes and their relatives."""
+    """All of the OpenAI routes and their relatives; a request is compared with one after the other, so what comes
+    most often comes first."""
     router = APIRouter()
+
+    @router.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Continue prompts."""
+        service.check_model(body.model)
+        return await service.answer(request, prepare_completion, body)
+
+    @router.post("/v1/chat/completions")
+    async def chat(body: ChatBody, request: Request) -> Response:
+        """The next turn of a conversation."""
+        service.check_model(body.model)
+        return await service.answer(request, prepare_chat, body)
+
+    @router.post("/v1/responses")
+    async def responses(body: ResponsesBody, request: Request) -> Response:
+        """The next turn of a conversation, as items."""
+        service.check_model(body.model)
+        return await service.answer(request, prepare_response, body)
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
@@ -42,24 +61,6 @@ def api_router(service: Service) -> APIRouter:
         service.check()
         service.check_model(name)
         return json_response(_card(service))
-
-    @router.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Response:
-        """Continue prompts."""
-        service.check_model(body.model)
-        return await service.answer(request, prepare_completion, body)
-
-    @router.post("/v1/chat/completions")
-    async def chat(body: ChatBody, request: Request) -> Response:
-        """The next turn of a conversation."""
-        service.check_model(body.model)
-        return await service.answer(request, prepare_chat, body)
-
-    @router.post("/v1/responses")
-    async def responses(body: ResponsesBody, request: Request) -> Response:
-        """The next turn of a conversation, as items."""
-        service.check_model(body.model)
-        return await service.answer(request, prepare_response, body)
 
     @router.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
