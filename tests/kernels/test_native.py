@@ -104,7 +104,7 @@ def test_rows_have_the_same_bits_in_any_company(kernels: Native, dtype: torch.dt
     whole = run(x)
     for threads in THREADS:
         kernels.set_threads(threads)
-        for rows in [*range(1, 71), 128, 512]:
+        for rows in [*range(1, 71), 128, 255, 256, 300, 385, 512]:  # from 128 a thread on each has rows of its own
             part = slice(rows) if rows % 2 else slice(-rows, None)
             assert same(run(x[part]), whole[part]), (threads, rows)
     kernels.set_threads(0)
@@ -183,7 +183,7 @@ def test_elementwise(kernels: Native, dtype: torch.dtype, width: int) -> None:
         close(kernels.act(x * 4, activation), function(x.double() * 4), 2)
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", [*WIDTHS, 512, 513, 1600])
 def test_argmax_is_the_first_of_the_largest(kernels: Native, dtype: torch.dtype, width: int) -> None:
     x = (torch.randn(9, width + 3) * 3).round().to(dtype)[:, 1 : width + 1]  # many are equal
     x[1], x[2] = -torch.inf, 0.0
@@ -196,6 +196,8 @@ def test_argmax_is_the_first_of_the_largest(kernels: Native, dtype: torch.dtype,
         x[4:6] = -torch.inf
         x[4, place] = torch.nan
         assert kernels.argmax(x)[1].isnan().nonzero().tolist() == [[4]]
+    x[4] = torch.nan
+    assert 0 <= int(kernels.argmax(x)[0][4]) < width, "means nothing, but is a column"
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ template <class T> struct Softcap {
   }
 };
 
-// Each lane keeps its largest number and that number's column, as a float: it was the first, so it stays the first.
+// The first stretch of a row that holds its largest number is found by maxima alone, and then the number's place in it.
 template <class T> struct Argmax {
   static void run(const Phase &phase, Task task) {
     Range rows = rows_of(phase, task);
@@ -138,22 +138,44 @@ template <class T> struct Argmax {
   }
 
   static int64_t best_of(const T *x, int64_t width, float *largest) {
-    V most = all(-INFINITY), where = load(kLaneNumbers), nan = zero(), at = where;
-    for (int64_t i = 0; i < width; i += kLanes, at = at + all(kLanes)) {
-      V v = first(width - i, load(x + i, width - i), all(-INFINITY));
-      nan = nan_or(v, nan);
-      where = where_less(most, v, at, where);
-      most = max(v, most);
+    float best = -INFINITY;
+    int64_t begin = 0;
+    V nan = zero();
+    for (int64_t at = 0; at < width; at += kStretch) {
+      const float most = most_of(x + at, std::min(kStretch, width - at), nan);
+      if (most > best) best = most, begin = at;
     }
-    *largest = max_of(most) + sum_of(nan);
-    alignas(64) float value[kLanes], column[kLanes];
-    store(value, most);
-    store(column, where);
-    int best = 0;
-    for (int i = 1; i < kLanes; i++)
-      if (value[i] > value[best] || (value[i] == value[best] && column[i] < column[best])) best = i;
-    return static_cast<int64_t>(column[best]);
+    *largest = best + sum_of(nan);
+    return begin + place_of(best, x + begin, std::min(kStretch, width - begin));
   }
+
+  static CL_INLINE float most_of(const T *x, int64_t width, V &nan) {
+    V most[kChains] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+    int64_t i = 0;
+    for (; i + kChains * kLanes <= width; i += kChains * kLanes)
+#pragma GCC unroll 4
+      for (int chain = 0; chain < kChains; chain++) {
+        const V v = load(x + i + chain * kLanes);
+        nan = nan_or(v, nan);
+        most[chain] = max(v, most[chain]);
+      }
+    for (; i < width; i += kLanes) {
+      const V v = first(width - i, load(x + i, width - i), all(-INFINITY));
+      nan = nan_or(v, nan);
+      most[0] = max(v, most[0]);
+    }
+    return max_of(max(max(most[0], most[1]), max(most[2], most[3])));
+  }
+
+  static int64_t place_of(float number, const T *x, int64_t width) {
+    for (int64_t i = 0; i < width; i += kLanes)
+      if (const uint32_t bits = at_least(first(width - i, load(x + i, width - i), all(NAN)), all(number)))
+        return i + __builtin_ctz(bits);
+    return 0;  // a row of nothing but NaN
+  }
+
+  static constexpr int64_t kStretch = 512;
+  static constexpr int kChains = 4;  // maxima under way
 };
 
 // The largest numbers of a row. Its vectors are dealt out to groups, lane by lane; `count` lanes hold a number at least as

@@ -38,6 +38,7 @@ constexpr int64_t kTileSums = kTileRows * kPanel;
 constexpr int64_t kBlockRows = 128;     // rows of a task at most: they stay in the cache
 constexpr int64_t kMinBlockRows = 32;   // and at least, where a product is cut to occupy all threads
 constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kOwnRows = 128;       // with so many rows for each thread, each keeps to its own
 constexpr int64_t kLine = 64;           // bytes that a prefetch brings
 constexpr int64_t kAhead = 8192;        // bytes between what is multiplied and what is prefetched
 
@@ -163,15 +164,22 @@ const typename Multiply<T>::Left *left_rows(const T *x, int64_t stride, int rows
   }
 }
 
-// What tasks of one operation share, and the numbers of theirs: panel by panel, all row blocks of a panel in turn.
+// What tasks of one operation share, and the numbers of theirs: panel by panel, all row blocks of a panel in turn. With
+// many rows each thread first does all panels for rows of its own, so that it finds in its cache what it wrote there in
+// the phase before.
 struct Grid {
-  int64_t panels, blocks;
+  int64_t panels, blocks, parts;  // blocks: of all parts together
+
+  int64_t together() const { return blocks / parts; }  // row blocks that take turns at a panel
+  int64_t panel(int64_t task) const { return task / together() % panels; }
+  int64_t block(int64_t task) const { return task / (panels * together()) * together() + task % together(); }
 };
 
 Grid grid_of(const Phase &phase) {
   int64_t rows = phase.rows(), panels = divide_up(phase.op->n[1], kPanel);
   int64_t to_fit = divide_up(rows, kBlockRows), to_occupy = divide_up(kTasksPerThread * phase.threads, panels);
-  return {panels, std::max(to_fit, std::min(to_occupy, rows / kMinBlockRows))};
+  if (rows >= kOwnRows * phase.threads) return {panels, divide_up(to_fit, phase.threads) * phase.threads, phase.threads};
+  return {panels, std::max(to_fit, std::min(to_occupy, rows / kMinBlockRows)), 1};
 }
 
 int64_t split(Phase &phase) {
@@ -207,12 +215,12 @@ template <class T, int panels> class Work {
       : x_(phase.pointer<const T>(0)), stride_(phase.op->n[2]), K_(phase.op->n[0]), size_(panel_size<T>(K_)),
         soon_(phase.soon), pieces_(part_of(soon_.count, task.index, phase.num_tasks)) {
     Grid grid = grid_of(phase);
-    int64_t panel = task.index / grid.blocks, block = task.index % grid.blocks;
+    const int64_t panel = grid.panel(task.index), block = grid.block(task.index);
     rows_ = part_of(phase.rows(), block, grid.blocks);
     column_ = panel * kPanel;
     weights_ = phase.pointer<const T>(1) + panel * panels * size_;
-    bool goes_on = (panel + 1) * grid.blocks < task.end;
-    const Range share = part_of(size_ * panels * static_cast<int64_t>(sizeof(T)), block, grid.blocks);
+    const bool goes_on = panel + 1 < grid.panels && task.index + grid.together() < task.end;
+    const Range share = part_of(size_ * panels * static_cast<int64_t>(sizeof(T)), block % grid.together(), grid.together());
     const char *next = reinterpret_cast<const char *>(weights_ + panels * size_) + share.begin;
     next_ = goes_on ? Span{next, share.end - share.begin} : nothing();
     size_t widened = std::is_same<T, Left>::value ? 0 : static_cast<size_t>(kTileRows * K_ + kLanes);
@@ -315,8 +323,9 @@ void gated(const Phase &phase, Task task, Thread &thread) {
 template <int panels_together> Span weights(const Phase &phase, Range tasks) {
   return with_type(phase.op->type, [&](auto type) {
     using T = decltype(type);
-    int64_t blocks = grid_of(phase).blocks, size = panel_size<T>(phase.op->n[0]) * panels_together;
-    int64_t first = tasks.begin / blocks, panels = divide_up(tasks.end, blocks) - first;
+    const Grid grid = grid_of(phase);
+    const int64_t size = panel_size<T>(phase.op->n[0]) * panels_together;
+    const int64_t first = grid.panel(tasks.begin), panels = divide_up(tasks.end - tasks.begin, grid.together());
     const T *begin = phase.pointer<const T>(1) + first * size;
     return Span{reinterpret_cast<const char *>(begin), panels * size * static_cast<int64_t>(sizeof(T))};
   });
