@@ -33,7 +33,6 @@ constexpr int kRows = 6, kUnitsTogether = 4, kVectors = 4;
 #else
 constexpr int kRows = 4, kUnitsTogether = 1, kVectors = 1;
 #endif
-static_assert(kSpanUnits % kUnitsTogether == 0, "a span is whole register tiles");
 
 // Calls f with `rows`, which is at most R, as a constant.
 template <int R = kRows, class F> CL_INLINE void with_rows(int64_t rows, F &&f) {
@@ -201,22 +200,22 @@ int64_t split(Phase &phase) {
   return Notes(phase).num_pieces() * a.kv_heads;
 }
 
-// Scores of R rows against kUnitsTogether units of keys, each a chain over the head's dimensions in order. On the way
-// the keys of the units that come next and the values of these are brought near.
-template <class T, int R>
+// Scores of R rows against U units of keys, each a chain over the head's dimensions in order. On the way the keys of the
+// units that come next and the values of these are brought near.
+template <class T, int R, int U>
 void multiply_keys(const typename Multiply<T>::Left *queries, const T *const *units, CacheShape shape, float *scores,
                    int64_t stride) {
   using M = Multiply<T>;
-  const int64_t end = shape.key_elements();
-  V sum[R][kUnitsTogether];
+  const int64_t end = shape.key_elements(), dim = shape.head_dim;
+  V sum[R][U];
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-    for (int j = 0; j < kUnitsTogether; j++) sum[i][j] = zero();
-  for (int64_t at = 0; at < end; at += kUnit * M::depth, queries += R * M::depth) {
-    typename M::Right columns[kUnitsTogether];
+    for (int j = 0; j < U; j++) sum[i][j] = zero();
+  for (int64_t at = 0; at < end; at += kUnit * M::depth, queries += M::depth) {
+    typename M::Right columns[U];
 #pragma GCC unroll 4
-    for (int j = 0; j < kUnitsTogether; j++) {
+    for (int j = 0; j < U; j++) {
       columns[j] = M::load(units[j] + at);
       prefetch(units[j + kAhead] + at);
       prefetch(units[j] + end + at);
@@ -224,12 +223,12 @@ void multiply_keys(const typename Multiply<T>::Left *queries, const T *const *un
 #pragma GCC unroll 8
     for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-      for (int j = 0; j < kUnitsTogether; j++) sum[i][j] = M::add(sum[i][j], queries + i * M::depth, columns[j]);
+      for (int j = 0; j < U; j++) sum[i][j] = M::add(sum[i][j], queries + i * dim, columns[j]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < R; i++)
 #pragma GCC unroll 4
-    for (int j = 0; j < kUnitsTogether; j++) store(scores + i * stride + j * kUnit, sum[i][j]);
+    for (int j = 0; j < U; j++) store(scores + i * stride + j * kUnit, sum[i][j]);
 }
 
 // The values of a pair of tokens of which only the first exists: what stands in the other's slots is not looked at.
@@ -322,7 +321,7 @@ template <class T> class Tile {
       : a_(a), work_(work), next_(next), count_(work.piece.count * a.sharing()),
         rows_together_(divide_up(count_, divide_up(count_, kRows))), columns_(a.shape().columns()) {
     const int64_t longest = std::min(kSpanUnits, work.last / kUnit - work.first / kUnit + 1);
-    stride_ = (round_up(longest, kUnitsTogether) + 1) * kUnit;  // one more: no power of two
+    stride_ = (longest | 1) * kUnit;  // odd: no power of two
     const int64_t rows = round_up(count_ * static_cast<int64_t>(sizeof(Row<T>)), 64) / 4;
     const int64_t parts = 2 * Part::size(count_, columns_);
     memory_ = thread.scratch<float>(static_cast<size_t>(rows + count_ * (stride_ + a.head_dim) + parts));
@@ -369,23 +368,14 @@ template <class T> class Tile {
     set_query(phase.pointer<const T>(0) + token * a_.q_stride + head * a_.head_dim, i);
   }
 
-  // The queries of rows that are multiplied together lie together: [head_dim / depth][rows][depth].
   void set_query(const T *query, int64_t i) {
-    const int64_t begin = i / rows_together_ * rows_together_, together = std::min(rows_together_, count_ - begin);
-    Left *out = queries_ + begin * a_.head_dim + (i - begin) * M::depth;
-    for (int64_t d = 0; d < a_.head_dim; d += kLanes) {
-      const int64_t n = std::min<int64_t>(kLanes, a_.head_dim - d);
-      Left numbers[kLanes];
-      store(numbers, load(query + d, n));
-      for (int64_t k = 0; k < n; k += M::depth, out += together * M::depth)
-        memcpy(out, numbers + k, M::depth * sizeof(Left));
-    }
+    for (int64_t d = 0; d < a_.head_dim; d += kLanes)
+      store(queries_ + i * a_.head_dim + d, load(query + d, a_.head_dim - d), a_.head_dim - d);
   }
 
-  // The units of a span, the last one repeated until they are whole register tiles, and those to prefetch meanwhile.
+  // The units of a span, and those to prefetch meanwhile.
   void list_units(int64_t span) {
     const T **end = work_.pages.list(range_.begin, range_.end, work_.head, units_);
-    while ((end - units_) % kUnitsTogether) *end = end[-1], end++;
     const bool is_mine = work_.piece.span == kAll && span + 1 < work_.end;
     const Work<T> &then = is_mine ? work_ : next_;
     Range units = then.units(is_mine ? span + 1 : then.start());
@@ -399,11 +389,19 @@ template <class T> class Tile {
   }
 
   void score() {
-    for (int64_t unit = 0; unit < range_.end - range_.begin; unit += kUnitsTogether)
+    int64_t unit = score_units<kUnitsTogether>(0);
+    unit = score_units<std::max(1, kUnitsTogether / 2)>(unit);
+    score_units<1>(unit);
+  }
+
+  // As many times U units as there are from `unit` on; returns the unit behind them.
+  template <int U> int64_t score_units(int64_t unit) const {
+    for (; unit + U <= range_.end - range_.begin; unit += U)
       for_rows([&](auto rows, int64_t i) {
-        multiply_keys<T, rows.value>(queries_ + i * a_.head_dim, units_ + unit, a_.shape(),
-                                     scores_ + i * stride_ + unit * kUnit, stride_);
+        multiply_keys<T, rows.value, U>(queries_ + i * a_.head_dim, units_ + unit, a_.shape(),
+                                        scores_ + i * stride_ + unit * kUnit, stride_);
       });
+    return unit;
   }
 
   // Scores become weights, in their place.
@@ -475,7 +473,7 @@ template <class T> class Tile {
   float *memory_, *scores_, *parts_;
   Left *queries_;
   Row<T> *rows_;
-  const T *units_[kSpanUnits + kUnitsTogether + kAhead];
+  const T *units_[kSpanUnits + kAhead];
 };
 
 template <class T> void run_task(const Phase &phase, Task task, Thread &thread) {
