@@ -216,9 +216,9 @@ class Sequence:
 
 
 class Progress(NamedTuple):
-    """An output of a request that goes on, to be written out by whoever hands it on: a sequence's lists, which from its
-    first token on only grow, and how much of them there was. The engine makes one for each streamed token, and while it
-    does the device waits."""
+    """An output of a request that goes on, to be written out by whoever hands it on: a sequence's lists, which only grow
+    or are replaced, and how much of them there was. The engine makes one for each streamed token, and while it does the
+    device waits."""
 
     request: Request
     prompt_ids: list[int]
@@ -244,7 +244,6 @@ class Progress(NamedTuple):
         """Written out. Any thread."""
         params = self.request.params
         num_prompt, count = len(self.prompt_ids), self.end - len(self.prompt_ids)
-        scored = self.prompt_logprobs[:num_prompt]
         return GenerationOutput(
             request_id=self.request.request_id,
             prompt_ids=self.prompt_ids,
@@ -252,8 +251,8 @@ class Progress(NamedTuple):
             new_tokens=self.tokens[self.start : self.end],
             logprobs=self.logprobs[:count],
             top_logprobs=self.top_logprobs[:count] if params.logprobs else [],
-            prompt_logprobs=[p and p[0] for p in scored],
-            prompt_top_logprobs=[p and p[1] for p in scored] if params.prompt_logprobs else [],
+            prompt_logprobs=[p and p[0] for p in self.prompt_logprobs],
+            prompt_top_logprobs=[p and p[1] for p in self.prompt_logprobs] if params.prompt_logprobs else [],
             status=RequestStatus.DECODING,
             num_cached_tokens=max(self.cached_tokens, 0),
             created_time=self.request.created_time,

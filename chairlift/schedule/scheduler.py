@@ -350,8 +350,9 @@ class Scheduler:
             if seq is None:
                 continue  # ended while this step was in flight
             if position in sampled.prompt_logprobs:
-                seq.prompt_logprobs[row.start + 1 : row.start + 1 + row.num_tokens] = sampled.prompt_logprobs[position]
-                del seq.prompt_logprobs[seq.num_prompt :]
+                scored = seq.prompt_logprobs.copy()  # an output on its way has the others
+                scored[row.start + 1 : row.start + 1 + row.num_tokens] = sampled.prompt_logprobs[position]
+                seq.prompt_logprobs = scored[: seq.num_prompt]
             if row.samples:
                 seq.num_promised -= 1
                 if index in sampled.faults:

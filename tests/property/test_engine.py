@@ -6,6 +6,7 @@ itself.
 """
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from chairlift.cache.cache import KVCache
 from chairlift.cache.layout import LayerSpec, plan_layout
 from chairlift.engine import Engine
 from chairlift.params import SamplingParams
-from chairlift.request import GenerationOutput, Request, RequestStatus, Sequence
+from chairlift.request import GenerationOutput, Outgoing, Request, RequestStatus, Sequence, written
 from chairlift.schedule.policy import POLICIES
 from chairlift.schedule.scheduler import Scheduler
 from chairlift.stats import StepRecorder
@@ -77,6 +78,7 @@ class Asked:
     request: Request
     weights: list[int]  # those that each answer token was sampled with, as far as the answer is known
     outputs: list[GenerationOutput] = field(default_factory=list)
+    outgoing: list[Outgoing] = field(default_factory=list)  # the same, not written out
     cancelled: bool = False
     expired: bool = False
     dropped: bool = False
@@ -291,12 +293,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(plan.rows) <= self.rows
         assert all(0 <= row.slot < self.rows for row in plan.rows)
 
-    def receive(self, outputs: list[GenerationOutput]) -> None:
-        for output in outputs:
+    def receive(self, outputs: Iterable[Outgoing]) -> None:
+        for outgoing in outputs:
+            output = written(outgoing)
             asked = self.asked[output.request_id]
             assert not asked.is_over, "an output after the last one"
             assert asked.request.streaming or output.is_finished()
             asked.outputs.append(output)
+            asked.outgoing.append(outgoing)
             self.check_output(asked, output)
 
     def check_output(self, asked: Asked, output: GenerationOutput) -> None:
@@ -380,6 +384,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.is_consistent()
         assert not self.engine.has_work, "it does not come to an end"
         assert not self.live
+        for asked in self.asked.values():
+            assert [written(outgoing) for outgoing in asked.outgoing] == asked.outputs, "written out late it is another"
         self.cache.check([])
         usage = self.cache.usage
         assert usage.used == usage.host_used == 0
