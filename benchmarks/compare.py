@@ -153,17 +153,21 @@ def measure(work: str, contenders: list[Contender], args: argparse.Namespace) ->
     return {"results": {name: values for name, values in results.items() if values}, "limits": limits}
 
 
-def share(work: str, ours: float, limits: dict[str, list[float]], sizes: dict[str, int], args: Any) -> str:
-    """What the machine could do, and how much of it that was. Attention is not counted: weights and their products."""
+def share(work: str, ours: list[float], limits: dict[str, list[float]], sizes: dict[str, int], args: Any) -> str:
+    """How much of what the machine could do in the same seconds that was: the median of the rounds, and of the best of
+    all rounds. Attention is not counted: weights and their products."""
     if work == "w64":
         prompts, counts = w64(count=4 if args.tiny else 64)
         passes = sum(map(len, prompts)) + sum(counts) - len(counts)  # a request's last token is not read again
-        products = 2 * (passes * sizes["layers"] + sum(counts) * sizes["head"]) / sum(counts)
-        rate, best, unit = ours * products / 1e9, max(limits["matmul"]), "GFLOP/s of the best product"
+        work_per_token = 2 * (passes * sizes["layers"] + sum(counts) * sizes["head"]) / sum(counts)
+        best, unit = limits["matmul"], "GFLOP/s of the best product"
     else:
-        read = (sizes["layers"] + sizes["head"]) * sizes["itemsize"]
-        rate, best, unit = ours * read / 1e9, max(limits["read"]), "GB/s of the best read"
-    return f"{rate:.1f} of {best:.1f} {unit}: {rate / best:.2f}"
+        work_per_token = (sizes["layers"] + sizes["head"]) * sizes["itemsize"]
+        best, unit = limits["read"], "GB/s of the best read"
+    rates = [rate * work_per_token / 1e9 for rate in ours]
+    shares = [rate / limit for rate, limit in zip(rates, best, strict=True)]
+    rate, most = statistics.median(rates), max(best)
+    return f"{statistics.median(shares):.3f}; of all rounds' {rate / most:.3f}: {rate:.1f} of {most:.1f} {unit}"
 
 
 def show(work: str, record: dict[str, Any], sizes: dict[str, int], args: argparse.Namespace) -> None:
@@ -176,7 +180,7 @@ def show(work: str, record: dict[str, Any], sizes: dict[str, int], args: argpars
         ratio = "" if ours is None else f"x {median / ours if about.less_is_better else ours / median:.2f}"
         print(f"  {name:14} {median:10.2f}   {ratio:8}   ({' '.join(f'{value:.2f}' for value in values)})")
     if ours is not None and record["limits"]["matmul"]:
-        print(f"  {share(work, ours, record['limits'], sizes, args)}")
+        print(f"  {share(work, results[OURS], record['limits'], sizes, args)}")
 
 
 def show_pair(text: str, first: str, second: str, records: dict[str, dict[str, Any]]) -> None:
