@@ -216,9 +216,9 @@ class Sequence:
 
 
 class Progress(NamedTuple):
-    """An output of a request that goes on, to be written out by whoever hands it on: a sequence's lists, which only grow
-    or are replaced, and how much of them there was. The engine makes one for each streamed token, and while it does the
-    device waits."""
+    """An output of a request that goes on, to be written out by whoever hands it on: a sequence's lists, which only
+    grow or are replaced, and how much of them there was. The engine makes one for each streamed token, and while it
+    does the device waits."""
 
     request: Request
     prompt_ids: list[int]
