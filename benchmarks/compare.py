@@ -38,7 +38,6 @@ from benchmarks.peers.works import WORKS, w64
 OURS = "chairlift"
 ALL_PEERS = ("openvino", "llamacpp", "vllm", "transformers")
 WITH = {  # what a work is compared with, or consists of
-    "sampling": ("w64", "sampling"),
     "shared_prefix": ("unshared_prefix", "shared_prefix"),
     "long_context": ("long_context", "long_context_8"),
 }
@@ -50,6 +49,7 @@ ONCE = {  # minutes each: one round has to do
     ("llamacpp", "long_context_8"),
 }
 LIMITED = ("w64", "one_stream")  # works that are also told as a share of what the machine could do
+BESIDE = {"sampling": "w64"}  # and of what ours gives in another one, in turns
 
 
 class Contender:
@@ -131,10 +131,11 @@ def start(names: Sequence[str], args: argparse.Namespace) -> list[Contender]:
 
 
 def measure(work: str, contenders: list[Contender], args: argparse.Namespace) -> dict[str, Any]:
-    """All rounds of one work: what each contender gave, and the limits of the machine next to ours."""
+    """All rounds of one work: what each contender gave, and next to ours the limits of the machine, or another work."""
     able = [contender for contender in contenders if contender.can(work)]
     results: dict[str, list[float]] = {contender.name: [] for contender in able}
     limits: dict[str, list[float]] = {"matmul": [], "read": []}
+    beside: list[float] = []
     for number in range(args.rounds):
         for contender in able:
             if number and (contender.name, work) in ONCE:
@@ -144,13 +145,19 @@ def measure(work: str, contenders: list[Contender], args: argparse.Namespace) ->
                 if contender.name == OURS and work in LIMITED:
                     for name, rate in contender.measure("limits", number).items():
                         limits[name].append(rate)
+                if contender.name == OURS and work in BESIDE:
+                    beside.append(contender.measure(BESIDE[work], number)["value"])
             except RuntimeError as error:
                 print(error)
                 contender.hello["works"] = []
                 able = [other for other in able if other is not contender]
                 break
             print(f"{work}, round {number + 1}: {contender.name}: {results[contender.name][-1]:.2f}", flush=True)
-    return {"results": {name: values for name, values in results.items() if values}, "limits": limits}
+    return {
+        "results": {name: values for name, values in results.items() if values},
+        "limits": limits,
+        "beside": beside,
+    }
 
 
 def share(work: str, ours: list[float], limits: dict[str, list[float]], sizes: dict[str, int], args: Any) -> str:
@@ -181,6 +188,9 @@ def show(work: str, record: dict[str, Any], sizes: dict[str, int], args: argpars
         print(f"  {name:14} {median:10.2f}   {ratio:8}   ({' '.join(f'{value:.2f}' for value in values)})")
     if ours is not None and record["limits"]["matmul"]:
         print(f"  {share(work, results[OURS], record['limits'], sizes, args)}")
+    if record["beside"]:
+        ratio = statistics.median(a / b for a, b in zip(results[OURS], record["beside"], strict=True))
+        print(f"  {ratio:.3f} of {WORKS[BESIDE[work]].title} in the same rounds")
 
 
 def show_pair(text: str, first: str, second: str, records: dict[str, dict[str, Any]]) -> None:
@@ -215,7 +225,6 @@ def run(args: argparse.Namespace) -> None:
     for work, record in records.items():
         show(work, record, sizes, args)
     print()
-    show_pair("sampling with penalties against greedy", "sampling", "w64", records)
     show_pair("prefill with a shared prefix against without", "shared_prefix", "unshared_prefix", records)
     if facts["startup"] is not None:
         print(f"from the loaded model to its first token: {facts['startup']:.2f} s")
