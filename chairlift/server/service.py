@@ -14,7 +14,7 @@ from chairlift.errors import EngineDeadError, InvalidRequestError
 from chairlift.manager import ContinuousBatchingManager
 from chairlift.request import GenerationOutput
 from chairlift.server.call import Bell, Call
-from chairlift.server.errors import ApiError, bad_request, json_response, shutting_down
+from chairlift.server.errors import ApiError, as_api_error, bad_request, json_response, shutting_down
 from chairlift.server.metrics import Metrics
 from chairlift.server.protocol import Sampling
 from chairlift.server.sse import EventStream, Streamed
@@ -57,6 +57,10 @@ class Job:
             return ApiError(400, message, param=self.constraint)
         return bad_request(message, self.prompt_field)
 
+    def explain(self, error: Exception) -> ApiError:
+        """What the client is told about what went wrong in the middle of an answer."""
+        return self.blame(str(error)) if isinstance(error, InvalidRequestError) else as_api_error(error)
+
     @contextmanager
     def blaming(self) -> Iterator[None]:
         """Raise so what is refused within."""
@@ -64,18 +68,6 @@ class Job:
             yield
         except InvalidRequestError as error:
             raise self.blame(str(error)) from error
-
-
-class _Stream:
-    """The shape of a job while it streams."""
-
-    def __init__(self, job: Job) -> None:
-        self.opening, self.chunk, self.closing = job.shape.opening, job.shape.chunk, job.shape.closing
-        self._job = job
-
-    def failed(self, error: ApiError) -> bytes:
-        """By the client's own name for what is to blame, if it is the request."""
-        return self._job.shape.failed(self._job.blame(str(error)) if error.status == 400 else error)
 
 
 class Service:
@@ -171,7 +163,7 @@ class Service:
                     outputs = dict([item async for items in call for item in items])
                 whole = await self.offload(lambda: job.shape.whole([outputs[choice] for choice in sorted(outputs)]))
                 return json_response(whole)
-            stream = EventStream(call, _Stream(job), opening)
+            stream = EventStream(call, job.shape, opening, job.explain)
         except BaseException:
             call.close()
             raise

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Protocol
 
 import orjson
@@ -10,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from chairlift.request import GenerationOutput
 from chairlift.server.call import Call
-from chairlift.server.errors import ApiError, ClientGoneError, as_api_error
+from chairlift.server.errors import ApiError, ClientGoneError
 
 DONE = b"data: [DONE]\n\n"
 # In the scope: `send` as the application was given it. Once an answer has begun, what stands between it and the routes
@@ -67,12 +68,15 @@ class Streamed(Protocol):
 class EventStream(Response):
     """Sends the events of one call, all that have come at once, and closes the call however it ends."""
 
-    def __init__(self, call: Call[bytes], shape: Streamed, opening: bytes) -> None:
+    def __init__(
+        self, call: Call[bytes], shape: Streamed, opening: bytes, explain: Callable[[Exception], ApiError]
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._call = call
         self._shape = shape
         self._opening = opening
+        self._explain = explain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -92,7 +96,7 @@ class EventStream(Response):
         except ClientGoneError:
             return
         except Exception as error:
-            await send(_body(self._shape.failed(as_api_error(error)), more=False))
+            await send(_body(self._shape.failed(self._explain(error)), more=False))
 
 
 def _body(data: bytes, more: bool = True) -> Message:

@@ -8,7 +8,7 @@ import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from chairlift.errors import InvalidRequestError
@@ -60,14 +60,7 @@ HERMES = ToolSyntax(
     closing="\n</tool_call>",
     between="\n</tool_call>\n<tool_call>\n",
 )
-QWEN_CODER = ToolSyntax(
-    tag="<tool_call>",
-    opening="<tool_call>\n",
-    arguments="",
-    closing="\n</tool_call>",
-    between="\n</tool_call>\n<tool_call>\n",
-    tagged=True,
-)
+QWEN_CODER = replace(HERMES, arguments="", tagged=True)
 LLAMA = ToolSyntax(
     tag="<|python_tag|>", opening="", arguments="parameters", closing="", between="; ", punctuation=";", bare=True
 )
