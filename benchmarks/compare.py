@@ -172,7 +172,7 @@ def share(work: str, ours: list[float], limits: dict[str, list[float]], sizes: d
         work_per_token = (sizes["layers"] + sizes["head"]) * sizes["itemsize"]
         best, unit = limits["read"], "GB/s of the best read"
     rates = [rate * work_per_token / 1e9 for rate in ours]
-    shares = [rate / limit for rate, limit in zip(rates, best, strict=True)]
+    shares = [rate / limit for rate, limit in zip(rates, best, strict=False)]  # a last round may have failed between the two
     rate, most = statistics.median(rates), max(best)
     return f"{statistics.median(shares):.3f}; of all rounds' {rate / most:.3f}: {rate:.1f} of {most:.1f} {unit}"
 
@@ -189,7 +189,7 @@ def show(work: str, record: dict[str, Any], sizes: dict[str, int], args: argpars
     if ours is not None and record["limits"]["matmul"]:
         print(f"  {share(work, results[OURS], record['limits'], sizes, args)}")
     if record["beside"]:
-        ratio = statistics.median(a / b for a, b in zip(results[OURS], record["beside"], strict=True))
+        ratio = statistics.median(a / b for a, b in zip(results[OURS], record["beside"], strict=False))
         print(f"  {ratio:.3f} of {WORKS[BESIDE[work]].title} in the same rounds")
 
 
