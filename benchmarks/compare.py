@@ -172,7 +172,7 @@ def share(work: str, ours: list[float], limits: dict[str, list[float]], sizes: d
         work_per_token = (sizes["layers"] + sizes["head"]) * sizes["itemsize"]
         best, unit = limits["read"], "GB/s of the best read"
     rates = [rate * work_per_token / 1e9 for rate in ours]
-    shares = [rate / limit for rate, limit in zip(rates, best, strict=False)]  # a last round may have failed between the two
+    shares = [rate / limit for rate, limit in zip(rates, best, strict=False)]  # a round may have failed between them
     rate, most = statistics.median(rates), max(best)
     return f"{statistics.median(shares):.3f}; of all rounds' {rate / most:.3f}: {rate:.1f} of {most:.1f} {unit}"
 
